@@ -1,0 +1,1 @@
+"""Rollout actors: engine, environments, rewards and the rollout loop."""

@@ -1,0 +1,1 @@
+"""Measurements: one module a benchmark, each prints a table and writes JSON."""

@@ -1,0 +1,1 @@
+"""The replay buffer: leases, groups, staleness and the ledger."""

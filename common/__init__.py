@@ -1,0 +1,1 @@
+"""Records, configuration and wire formats shared by every Slipstream service."""

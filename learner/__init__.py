@@ -1,0 +1,1 @@
+"""The learner: estimators, objectives, value learning, updates and the publication of weights."""
