@@ -1,55 +1,79 @@
-"""What actors and the learner may ask of the buffer, and the same over Ray."""
+"""The buffer's interface over Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from common.types import Batch, BatchId, BatchOutcome, Failure, Lease, LeaseId, Receipt, Trajectory, WeightVersion
+import ray
+
+from buffer.links import ActorLink, LearnerLink, Poll
+from common import columns, wire
+from common.types import Batch, BatchId, BatchOutcome, Failure, LeaseId, Receipt, Trajectory, WeightVersion
 from common.weights import WeightManifest
 
+__all__ = ["ActorLink", "LearnerLink", "Poll", "RayActorLink", "RayLearnerLink"]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Poll:
-    """Answer to an actor that asked for work."""
-
-    leases: tuple[Lease, ...] = ()
-    manifest: WeightManifest | None = None  # the newest publication, when it is newer than the actor's version
-    closing: bool = False  # the run is over: finish nothing, leave
+ANSWER_LIMIT_S = 120.0  # a buffer that does not answer for this long is taken for dead
 
 
-class ActorLink(Protocol):
-    """The buffer as a rollout actor sees it."""
+class RayActorLink:
+    """`ActorLink` over Ray.
+
+    Args:
+        service: handle of the `ReplayBufferService`.
+        localise: makes the file of a publication readable on this node.
+    """
+
+    def __init__(self, service: Any, localise: Callable[[WeightManifest], Awaitable[WeightManifest]]) -> None:
+        self._service = service
+        self._localise = localise
 
     async def poll(self, actor_id: str, num_slots: int, loaded_version: int, wait_s: float) -> Poll:
-        """Up to `num_slots` leases; waits up to `wait_s` while there is neither a lease nor a newer publication."""
-        ...
+        poll: Poll = await self._service.poll.remote(actor_id, num_slots, loaded_version, wait_s)
+        return replace(poll, manifest=await self._localise(poll.manifest)) if poll.manifest else poll
 
     async def heartbeat(self, actor_id: str, lease_ids: Sequence[LeaseId]) -> list[LeaseId]:
-        """Say that the actor lives; returns those of its leases that are void, to be given up."""
-        ...
+        return await self._service.heartbeat.remote(actor_id, list(lease_ids))  # type: ignore[no-any-return]
 
     async def complete(self, trajectory: Trajectory) -> Receipt:
-        """Deliver. Safe to repeat: a second delivery of the same lease is refused."""
-        ...
+        return await self._service.complete.remote(wire.encode(trajectory))  # type: ignore[no-any-return]
 
     async def fail(self, lease_id: LeaseId, failure: Failure) -> Receipt:
-        """Give a lease back without a trajectory."""
-        ...
+        return await self._service.fail.remote(lease_id, failure)  # type: ignore[no-any-return]
 
 
-class LearnerLink(Protocol):
-    """The buffer as the learner sees it. Calls block."""
+class RayLearnerLink:
+    """`LearnerLink` over Ray.
+
+    Raises (every call):
+        ray.exceptions.RayActorError: the buffer died.
+        ray.exceptions.GetTimeoutError: it did not answer for `ANSWER_LIMIT_S`.
+    """
+
+    def __init__(self, service: Any) -> None:
+        self._service = service
 
     def take_batch(self, wait_s: float) -> Batch | None:
-        """The open batch, or the next; none when `wait_s` passed without one."""
-        ...
+        answer = ray.get(self._service.take_batch.remote(wait_s), timeout=wait_s + ANSWER_LIMIT_S)
+        if answer is None:
+            return None
+        fields, data = answer
+        return Batch(**fields, trajectories=tuple(columns.from_table(columns.from_bytes(data))))
 
     def announce(self, manifest: WeightManifest) -> None:
-        """Make a publication known to the actors; comes before the `finish` that moves the version to it."""
-        ...
+        ray.get(self._service.announce.remote(manifest), timeout=ANSWER_LIMIT_S)
 
     def finish(self, batch_id: BatchId, outcome: BatchOutcome, version: WeightVersion) -> None:
-        """End the open batch. Safe to repeat with the same arguments."""
-        ...
+        ray.get(self._service.finish.remote(batch_id, outcome, version), timeout=ANSWER_LIMIT_S)
+
+    def restore(self, last_finished_batch: BatchId | None, version: WeightVersion) -> WeightVersion:
+        label = ray.get(self._service.restore.remote(last_finished_batch, version), timeout=ANSWER_LIMIT_S)
+        return WeightVersion(label)
+
+    def state(self) -> Mapping[str, Any]:
+        return ray.get(self._service.state.remote(), timeout=ANSWER_LIMIT_S)  # type: ignore[no-any-return]
+
+    def forget_batches_up_to(self, batch_id: BatchId) -> None:
+        ray.get(self._service.forget_batches_up_to.remote(batch_id), timeout=ANSWER_LIMIT_S)
