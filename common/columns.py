@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from common.errors import WireError
 from common.types import FinishReason, GroupId, LeaseId, SampleId, Timings, Trajectory, Turn
 
-TURN = pa.struct([("start", pa.int32()), ("stop", pa.int32()), ("finish_reason", pa.string()), ("reward", pa.float64())])
+TURN = pa.struct(
+    [("start", pa.int32()), ("stop", pa.int32()), ("finish_reason", pa.string()), ("reward", pa.float64())]
+)
 SCHEMA = pa.schema(
     [
         ("sample_id", pa.int64()),
@@ -50,7 +53,10 @@ def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:
         values = pa.array(np.concatenate(arrays) if arrays else [], type=item)
         columns[name] = pa.ListArray.from_arrays(pa.array(offsets), values)
     columns["turns"] = [
-        [{"start": u.start, "stop": u.stop, "finish_reason": u.finish_reason.value, "reward": u.reward} for u in t.turns]
+        [
+            {"start": u.start, "stop": u.stop, "finish_reason": u.finish_reason.value, "reward": u.reward}
+            for u in t.turns
+        ]
         for t in trajectories
     ]
     columns["finish_reason"] = [t.finish_reason.value for t in trajectories]
@@ -71,7 +77,9 @@ def from_table(table: pa.Table) -> list[Trajectory]:
             group_id=GroupId(row["group_id"]),
             **{name: row[name] for name in ("prompt_id", "epoch", "attempt", "temperature", "reward", "error")},
             **{name: arrays[name][index] for name in ARRAYS},
-            turns=tuple(Turn(**{**turn, "finish_reason": FinishReason(turn["finish_reason"])}) for turn in row["turns"]),
+            turns=tuple(
+                Turn(**{**turn, "finish_reason": FinishReason(turn["finish_reason"])}) for turn in row["turns"]
+            ),
             finish_reason=FinishReason(row["finish_reason"]),
             timings=Timings(**{name: row[name] for name in TIMINGS}),
             metrics=json.loads(row["metrics"]),
@@ -89,8 +97,15 @@ def to_bytes(table: pa.Table) -> bytes:
 
 
 def from_bytes(data: bytes) -> pa.Table:
-    """Inverse of `to_bytes`."""
-    return pa.ipc.open_stream(data).read_all()
+    """Inverse of `to_bytes`.
+
+    Raises:
+        WireError: the stream is cut short or is not Arrow. There is no checksum: changed values go unnoticed.
+    """
+    try:
+        return pa.ipc.open_stream(data).read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise WireError(f"batch of {len(data)} bytes is not a whole Arrow stream: {error}") from None
 
 
 def _split(column: pa.ChunkedArray) -> list[Any]:

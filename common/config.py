@@ -77,7 +77,7 @@ class RewardConfig(Table):
     """`[reward]`: how a finished rollout is scored, outside the engine's process."""
 
     function: str = "exact-match"
-    """`exact-match`, `number-match`, `reasoning-gym`, `environment`, or `MODULE:FUNCTION` taking (response, answer, row)."""
+    """`exact-match`, `number-match`, `reasoning-gym`, `environment`, `MODULE:FUNCTION` of (response, answer, row)."""
 
     processes: int = Field(1, ge=1)
     """Scoring processes of one actor."""
@@ -137,7 +137,7 @@ class GroupsConfig(Table):
     """Members of a group; 1: single rollouts."""
 
     straggler: Literal["retry", "close", "convert"] = "retry"
-    """A member that is late is tried again, closed off, or the group is trained as single rollouts (needs a value model)."""
+    """A late member is tried again, closed off, or the group is trained as single rollouts (needs a value model)."""
 
     straggler_after_s: float = Field(300.0, gt=0)
     """Seconds after the first member's delivery that make the missing ones late."""
@@ -256,9 +256,16 @@ class LearnerConfig(Table):
     """Updates over which the step size rises to its peak; the first is already above 0."""
 
     beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the mean gradient."""
+
     beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the mean squared gradient."""
+
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's pull of the weights towards 0, in step sizes."""
+
     max_grad_norm: float = Field(1.0, gt=0)
+    """A longer gradient is scaled down to this length."""
 
     trainable_layers: int | None = Field(None, ge=1)
     """Train only the last layers of the policy; none: every parameter."""
@@ -296,7 +303,7 @@ class EvaluationConfig(Table):
 
 
 class CheckpointConfig(Table):
-    """`[checkpoint]`"""
+    """`[checkpoint]`: what a run can be resumed from."""
 
     every_updates: int = Field(20, ge=0)
     """Updates between checkpoints; 0: only at the end."""
@@ -335,10 +342,10 @@ class SupervisionConfig(Table):
 
 
 class RayConfig(Table):
-    """`[ray]`"""
+    """`[ray]`: the cluster that the services run on."""
 
     address: str = ""
-    """An existing cluster (`auto` inside a Ray job); empty: Ray starts in this process, or RAY_ADDRESS if that is set."""
+    """A running cluster (`auto` inside a Ray job); empty: Ray starts in this process, or RAY_ADDRESS if that is set."""
 
 
 class RunConfig(Table):
@@ -394,11 +401,13 @@ def impossible_combinations(config: RunConfig) -> list[str]:
             "a batch is made of whole groups"
         )
     if algorithm.advantage == "gae" and algorithm.value == "none":
-        problems.append('algorithm.advantage = "gae" needs a value function: set algorithm.value to own_model or policy_head')
+        problems.append(
+            'algorithm.advantage = "gae" needs a value function: set algorithm.value to own_model or policy_head'
+        )
     if algorithm.advantage != "gae" and groups.size < 2:
         problems.append(
-            f'algorithm.advantage = "{algorithm.advantage}" compares members of a group, and groups.size = {groups.size}: '
-            "set groups.size to 2 or more, or take a recipe with a value model"
+            f'algorithm.advantage = "{algorithm.advantage}" compares members of a group, and groups.size = '
+            f"{groups.size}: set groups.size to 2 or more, or take a recipe with a value model"
         )
     if algorithm.advantage != "gae" and algorithm.value != "none":
         problems.append(
@@ -424,5 +433,7 @@ def impossible_combinations(config: RunConfig) -> list[str]:
             f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
         )
     if config.environment.name == "single-turn" and config.environment.max_turns != 1:
-        problems.append(f"environment.max_turns = {config.environment.max_turns} has no effect on single-turn: set it to 1")
+        problems.append(
+            f"environment.max_turns = {config.environment.max_turns} has no effect on single-turn: set it to 1"
+        )
     return problems

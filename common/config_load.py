@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
@@ -15,6 +15,7 @@ from common.config import RunConfig, Table
 from common.errors import ConfigError
 
 Settings = dict[str, Any]  # nested like the TOML file
+UNSET = "none"  # how TOML, which has no null, says that a setting that may be unset is unset
 
 
 def load_config(
@@ -35,8 +36,10 @@ def load_config(
         key, value = parse_override(word)
         put(chosen, key, value)
     recipe = chosen.get("recipe", RunConfig.model_fields["recipe"].default)
-    if recipe not in recipes:
-        raise ConfigError(f"recipe = {recipe!r} is unknown{nearest(str(recipe), recipes)}; `slipstream recipes` lists all")
+    if not isinstance(recipe, str) or recipe not in recipes:
+        raise ConfigError(
+            f"recipe = {recipe!r} is unknown{nearest(str(recipe), recipes)}; `slipstream recipes` lists all"
+        )
     settings: Settings = {}
     for key, value in [*recipes[recipe].items(), *flatten(chosen)]:
         put(settings, key, value)
@@ -45,15 +48,28 @@ def load_config(
 
 def validate(settings: Settings) -> RunConfig:
     """A `RunConfig` from nested settings; a `ConfigError` names the dotted key, the value and what is valid."""
-    for key, _ in flatten(settings):
+    for key, value in list(flatten(settings)):
         refuse_unknown(key)
+        if value == UNSET and may_be_unset(key):
+            put(settings, key, None)
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{key} = {first['input']!r}: {message}" if key else message) from None
+        raise ConfigError(explain(error)) from None
+
+
+def explain(error: ValidationError) -> str:
+    """The first setting that is wrong, its value, and what would be valid."""
+    keys = set(valid_keys())
+    found: dict[str, list[str]] = {}  # a setting that allows several kinds of value has a message for each
+    for item in error.errors():
+        # Pydantic appends the kind it tried to the place; what follows the key is of no use to the reader.
+        places = [".".join(map(str, item["loc"][:length])) for length in range(len(item["loc"]), 0, -1)]
+        key = next((place for place in places if place in keys), ".".join(map(str, item["loc"])))
+        message = item["msg"].removeprefix("Value error, ")
+        found.setdefault(f"{key} = {item['input']!r}: " if key else "", []).append(message)
+    place, messages = next(iter(found.items()))
+    return place + ", or ".join(dict.fromkeys(messages))
 
 
 def read_toml(path: Path) -> Settings:
@@ -69,22 +85,30 @@ def read_toml(path: Path) -> Settings:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration as TOML, fit to be given to `--config` again. TOML has no null: unset keys are left out."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """The whole configuration as TOML, fit to be given to `--config` again. TOML has no null: unset keys say "none"."""
+    settings: Settings = {}
+    for key, value in flatten(config.model_dump()):
+        put(settings, key, UNSET if value is None else value)
+    return tomli_w.dumps(settings)
 
 
 def parse_override(word: str) -> tuple[str, Any]:
-    """Split `dotted.key=value`; the value is read as TOML, and as plain text where it is not TOML."""
-    key, equals, value = word.partition("=")
-    key = key.strip()
+    """Split `dotted.key=value`; the value is read as TOML, and as plain text where it is not TOML or text is wanted.
+
+    Raises:
+        ConfigError: there is no `=`, or the key is unknown.
+    """
+    key, equals, text = word.partition("=")
+    key, text = key.strip(), text.strip()
     if not equals or not key:
         raise ConfigError(f"{word!r} is not of the form key=value")
-    if value.strip() in ("none", "null"):
-        return key, None
+    refuse_unknown(key)
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return key, value
+        return key, text
+    # run_dir=2026-08-01 is a folder, though TOML reads a date
+    return key, text if annotation_of(key) is str and not isinstance(value, str) else value
 
 
 def put(settings: Settings, dotted: str, value: Any) -> None:
@@ -109,14 +133,22 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield dotted, value
 
 
-def is_table(dotted: str) -> bool:
-    model: type[Table] = RunConfig
+def annotation_of(dotted: str) -> Any:
+    """Type of a setting or table; none for an unknown key, and inside free-form tables."""
+    annotation: Any = RunConfig
     for name in dotted.split("."):
-        annotation = model.model_fields[name].annotation if name in model.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, Table)):
-            return False
-        model = annotation
-    return True
+        fields = annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, Table) else {}
+        annotation = fields[name].annotation if name in fields else None
+    return annotation
+
+
+def is_table(dotted: str) -> bool:
+    annotation = annotation_of(dotted)
+    return isinstance(annotation, type) and issubclass(annotation, Table)
+
+
+def may_be_unset(dotted: str) -> bool:
+    return type(None) in get_args(annotation_of(dotted))
 
 
 def valid_keys(model: type[Table] = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -131,14 +163,22 @@ def valid_keys(model: type[Table] = RunConfig, prefix: str = "") -> Iterator[str
 
 def refuse_unknown(dotted: str) -> None:
     keys = list(valid_keys())
+    if is_table(dotted):
+        raise ConfigError(
+            f"{dotted} is a table: set one of its keys, such as {next(k for k in keys if k.startswith(dotted))}"
+        )
     if not any(dotted == key or dotted.startswith(key + ".") for key in keys):
-        raise ConfigError(f"{dotted} is not a setting{nearest(dotted, keys)}")
+        tables = sorted({key.partition(".")[0] for key in keys if "." in key})
+        raise ConfigError(
+            f"{dotted} is not a setting{nearest(dotted, [*keys, *tables])}; `slipstream config` lists all"
+        )
 
 
 def nearest(word: str, valid: Mapping[str, Any] | Sequence[str]) -> str:
     """`: did you mean X?`, or nothing when nothing is near."""
     names = list(valid)
-    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    if not matches:  # a right key in the wrong table
-        matches = [name for name in names if name.rpartition(".")[2] == word.rpartition(".")[2]]
+    last = word.rpartition(".")[2]
+    # a right key in the wrong table is nearer than any other spelling
+    matches = [name for name in names if name.rpartition(".")[2] == last]
+    matches = matches or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f": did you mean {matches[0]}?" if matches else ""

@@ -144,16 +144,22 @@ class Trajectory:
             raise ValueError(f"sample {self.sample_id}: weight_versions must be >= 0 exactly where loss_mask is True")
         sampled = self.rollout_logprobs[mask]
         if not np.isfinite(sampled).all() or (sampled > 1e-4).any() or (self.rollout_logprobs[~mask] != 0).any():
-            raise ValueError(f"sample {self.sample_id}: rollout_logprobs must be finite and <= 0, and 0 off the loss_mask")
+            raise ValueError(
+                f"sample {self.sample_id}: rollout_logprobs must be finite and <= 0, and 0 off the loss_mask"
+            )
         covered = np.zeros_like(mask)
         for turn in self.turns:
             if not 0 <= turn.start <= turn.stop <= len(mask) or covered[turn.start : turn.stop].any():
-                raise ValueError(f"sample {self.sample_id}: turn [{turn.start}, {turn.stop}) is out of range or overlaps")
+                raise ValueError(
+                    f"sample {self.sample_id}: turn [{turn.start}, {turn.stop}) is out of range or overlaps"
+                )
             covered[turn.start : turn.stop] = True
         if (covered != mask).any():
             raise ValueError(f"sample {self.sample_id}: turns must cover exactly the sampled tokens")
         if not self.temperature > 0:
-            raise ValueError(f"sample {self.sample_id}: temperature {self.temperature} must be above 0 to be trained on")
+            raise ValueError(
+                f"sample {self.sample_id}: temperature {self.temperature} must be above 0 to be trained on"
+            )
 
     @property
     def num_sampled(self) -> int:

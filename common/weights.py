@@ -29,7 +29,9 @@ class Canary:
     """A fixed sequence and the learner's log-probs of it, to be reproduced by an engine that has loaded the weights."""
 
     token_ids: tuple[int, ...]  # [n]
-    logprobs: tuple[float, ...]  # [n - 1], nats at temperature 1; logprobs[i] is of token_ids[i + 1] given token_ids[: i + 1]
+    logprobs: tuple[
+        float, ...
+    ]  # [n - 1], nats at temperature 1; logprobs[i] is of token_ids[i + 1] given token_ids[: i + 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +61,5 @@ class WeightManifest:
             KeyError, TypeError: a field is missing or of the wrong kind.
         """
         tensors = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["tensors"])
-        canary = Canary(
-            token_ids=tuple(data["canary"]["token_ids"]), logprobs=tuple(data["canary"]["logprobs"])
-        )
+        canary = Canary(token_ids=tuple(data["canary"]["token_ids"]), logprobs=tuple(data["canary"]["logprobs"]))
         return cls(**{**data, "tensors": tensors, "canary": canary})

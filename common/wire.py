@@ -32,17 +32,18 @@ def encode(trajectory: Trajectory) -> bytes:
         "prompt_id": trajectory.prompt_id,
         "epoch": trajectory.epoch,
         "attempt": trajectory.attempt,
-        "turns": [[turn.start, turn.stop, turn.finish_reason.value, turn.reward] for turn in trajectory.turns],
+        "turns": [[turn.start, turn.stop, turn.finish_reason.value, float(turn.reward)] for turn in trajectory.turns],
         "temperature": trajectory.temperature,
-        "reward": trajectory.reward,
+        "reward": None if trajectory.reward is None else float(trajectory.reward),  # may be a numpy scalar
         "finish_reason": trajectory.finish_reason.value,
         "timings": [trajectory.timings.generate_s, trajectory.timings.environment_s, trajectory.timings.score_s],
-        "metrics": dict(trajectory.metrics),
+        "metrics": {name: float(value) for name, value in trajectory.metrics.items()},
         "error": trajectory.error,
     }
     for name, dtype in ARRAYS.items():
         fields[name] = np.ascontiguousarray(getattr(trajectory, name), dtype=dtype).tobytes()
-    payload = msgpack.packb(fields)
+    # backslashreplace: an error message may quote a lone surrogate, which UTF-8 cannot hold
+    payload: bytes = msgpack.packb(fields, unicode_errors="backslashreplace")
     return HEADER.pack(MAGIC, SCHEMA, zlib.crc32(payload)) + payload
 
 
@@ -78,45 +79,63 @@ def decode(data: bytes) -> Trajectory:
 
 def _build(fields: Mapping[str, Any]) -> Trajectory:
     return Trajectory(
-        sample_id=SampleId(_int(fields, "sample_id")),
-        lease_id=LeaseId(_int(fields, "lease_id")),
-        group_id=GroupId(_int(fields, "group_id")),
-        prompt_id=_text(fields, "prompt_id"),
-        epoch=_int(fields, "epoch"),
-        attempt=_int(fields, "attempt"),
-        token_ids=_array(fields, "token_ids"),
-        loss_mask=_array(fields, "loss_mask"),
-        rollout_logprobs=_array(fields, "rollout_logprobs"),
-        weight_versions=_array(fields, "weight_versions"),
-        turns=tuple(
-            Turn(start=int(start), stop=int(stop), finish_reason=FinishReason(reason), reward=float(reward))
-            for start, stop, reason, reward in fields["turns"]
-        ),
-        temperature=float(fields["temperature"]),
-        reward=None if fields["reward"] is None else float(fields["reward"]),
+        sample_id=SampleId(_int("sample_id", fields["sample_id"], bits=64)),
+        lease_id=LeaseId(_int("lease_id", fields["lease_id"], bits=64)),
+        group_id=GroupId(_int("group_id", fields["group_id"], bits=64)),
+        prompt_id=_text("prompt_id", fields["prompt_id"]),
+        epoch=_int("epoch", fields["epoch"]),
+        attempt=_int("attempt", fields["attempt"]),
+        token_ids=_array("token_ids", fields["token_ids"]),
+        loss_mask=_array("loss_mask", fields["loss_mask"]),
+        rollout_logprobs=_array("rollout_logprobs", fields["rollout_logprobs"]),
+        weight_versions=_array("weight_versions", fields["weight_versions"]),
+        turns=tuple(_turn(*turn) for turn in fields["turns"]),
+        temperature=_number("temperature", fields["temperature"]),
+        reward=None if fields["reward"] is None else _number("reward", fields["reward"]),
         finish_reason=FinishReason(fields["finish_reason"]),
-        timings=Timings(**dict(zip(("generate_s", "environment_s", "score_s"), map(float, fields["timings"]), strict=True))),
-        metrics={str(name): float(value) for name, value in fields["metrics"].items()},
-        error=_text(fields, "error"),
+        timings=_timings(*fields["timings"]),
+        metrics={_text("a metric's name", name): _number(name, value) for name, value in fields["metrics"].items()},
+        error=_text("error", fields["error"]),
     )
 
 
-def _int(fields: Mapping[str, Any], name: str) -> int:
-    value = fields[name]
-    if type(value) is not int:
-        raise TypeError(f"{name} must be an integer, not {value!r}")
+def _turn(start: Any, stop: Any, finish_reason: Any, reward: Any) -> Turn:
+    return Turn(
+        start=_int("turn start", start),
+        stop=_int("turn stop", stop),
+        finish_reason=FinishReason(finish_reason),
+        reward=_number("turn reward", reward),
+    )
+
+
+def _timings(generate_s: Any, environment_s: Any, score_s: Any) -> Timings:
+    return Timings(
+        generate_s=_number("generate_s", generate_s),
+        environment_s=_number("environment_s", environment_s),
+        score_s=_number("score_s", score_s),
+    )
+
+
+def _int(name: str, value: Any, bits: int = 32) -> int:
+    """`value`, which must fit a signed integer of `bits`, as in the Arrow columns."""
+    if type(value) is not int or not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise TypeError(f"{name} must be an integer of {bits} bits, not {value!r}")
     return value
 
 
-def _text(fields: Mapping[str, Any], name: str) -> str:
-    value = fields[name]
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    return float(value)
+
+
+def _text(name: str, value: Any) -> str:
     if type(value) is not str:
         raise TypeError(f"{name} must be text, not {value!r}")
     return value
 
 
-def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
-    value = fields[name]
+def _array(name: str, value: Any) -> NDArray[Any]:
     if type(value) is not bytes:
         raise TypeError(f"{name} must be bytes, not {type(value).__name__}")
     if name == "loss_mask" and value.strip(b"\x00\x01"):
