@@ -113,3 +113,106 @@ def explained_variance(residual_moments: Tensor, return_moments: Tensor) -> Tens
     _, residual = mean_and_variance(residual_moments, bessel=False)
     _, total = mean_and_variance(return_moments, bessel=False)
     return torch.where(total > 0, 1.0 - residual / total, torch.nan)
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """DAPO's soft penalty: 0 up to max_length - buffer, then in a line to -1 at max_length and beyond.
+
+    Source: arXiv 2503.14476.
+
+    Args:
+        lengths: [S], sampled tokens of each trajectory; max_length, buffer: tokens.
+
+    Returns:
+        [S] float64, reward units; to be added to the reward.
+    """
+    over = lengths.double() - (max_length - buffer)
+    return -(over / buffer).clamp(0.0, 1.0)
+
+
+def smoothed_advantages(new: Tensor, total: Tensor, visit: int) -> Tensor:
+    """DCPO: blends the standardised advantages of this step with those over all rewards the prompt has had so far.
+
+    S_new = ((i - 1) new + total) / i,  S_total = (new + (i - 1) total) / i;  of the two, each member's smaller one.
+    A step of equal rewards (new = 0) then still teaches total / i. Source: DCPO, arXiv 2509.02333.
+
+    Args:
+        new, total: [S], the same members standardised both ways.
+        visit: i, how often this prompt has been sampled, this step included; >= 1.
+    """
+    by_new = ((visit - 1) * new + total) / visit
+    by_total = (new + (visit - 1) * total) / visit
+    return torch.where(by_new.abs() <= by_total.abs(), by_new, by_total)
+
+
+def optimal_baseline(weights: Tensor, squared_norms: Tensor, rewards: Tensor) -> Tensor:
+    """VCPO: the constant baseline of least gradient variance, sum w^2 g^2 R / sum w^2 g^2; scalar.
+
+    Source: arXiv 2602.17616.
+
+    Args:
+        weights: [S], importance ratios of the sequences.
+        squared_norms: [S], squared norm of each trajectory's score gradient.
+        rewards: [S]; unscorable ones are left out. Without any weight the result is 0.
+    """
+    scorable = torch.isfinite(rewards)
+    share = torch.where(scorable, weights.double().square() * squared_norms.double(), 0.0)
+    total = share.sum()
+    return torch.where(total > 0, (share * torch.where(scorable, rewards.double(), 0.0)).sum() / total, 0.0)
+
+
+def off_policy_lr_scale(effective_samples: Tensor, num_samples: int, *, base: float = 1.0) -> Tensor:
+    """VCPO: factor min(1, (ESS / S) / base)^(1/2) on this update's learning rate; scalar. Source: arXiv 2602.17616."""
+    return (effective_samples / max(num_samples, 1) / base).clamp(max=1.0).sqrt()
+
+
+def hybrid_advantage(rewards: Tensor, value: Tensor, next_value: Tensor, *, gamma: float) -> Tensor:
+    """mean of several rewards of one state + gamma V(s') - V(s); scalar. Hybrid GRPO, arXiv 2502.01652.
+
+    Unconfirmed: the paper's body could not be read, the formula follows its abstract. Rewards may be squashed first,
+    tanh of their population z-scores.
+    """
+    return rewards.mean() + gamma * next_value - value
+
+
+class SuccessRate(NamedTuple):
+    """SPO's memory of one prompt, or of many ([P]): a Beta distribution over its chance of success.
+
+    Source: SPO, arXiv 2509.13232. Rewards are 0 or 1 (or between).
+    """
+
+    alpha: Tensor
+    beta: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """Baseline of the prompt's next reward; take it *before* `updated`."""
+        return self.alpha / (self.alpha + self.beta)
+
+    @property
+    def sampling_weight(self) -> Tensor:
+        """How much the prompt has to teach: sqrt(v (1 - v)) + 0.05."""
+        return (self.value * (1.0 - self.value)).sqrt() + 0.05
+
+    @classmethod
+    def from_trials(cls, successes: Tensor, trials: int, *, forget_most: float = 0.875) -> SuccessRate:
+        """From offline samples, weighted as 1 / (1 - forget_most) observations, the memory's length at its shortest."""
+        size = 1.0 / (1.0 - forget_most)
+        return cls(size * (successes + 0.5) / (trials + 1), size * (trials - successes + 0.5) / (trials + 1))
+
+    def updated(
+        self,
+        reward: Tensor,
+        drift: Tensor,
+        *,
+        half_drift: float = 0.06,
+        forget_most: float = 0.875,
+        keep_most: float = 0.96,
+    ) -> SuccessRate:
+        """After one more reward: the past is scaled by 2^(-drift / half_drift), clipped to [forget_most, keep_most].
+
+        Args:
+            drift: nats; mean |change of log-prob| of the prompt's previous response since it was sampled.
+        """
+        rho = torch.exp2(-drift / half_drift).clamp(forget_most, keep_most)
+        return SuccessRate(rho * self.alpha + reward, rho * self.beta + (1.0 - reward))

@@ -23,11 +23,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from learner.segments import segment_mean
+from learner.segments import segment_mean, segment_sum
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any trust region, and its square is still finite in float32
 
-Level = Literal["token", "sequence", "sequence_token"]
+Level = Literal["token", "sequence", "sequence_token", "sequence_product"]
 
 
 def widen(values: Tensor) -> Tensor:
@@ -51,9 +51,10 @@ def log_ratio(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def at_level(log_ratios: Tensor, seq_ids: Tensor, loss_mask: Tensor, level: Level) -> Tensor:
     """Token log ratios, or in their place the one of the whole sequence.
 
-    token:          log ratio of the token
-    sequence:       mean over the sequence (log of the geometric mean), gradient spread over its tokens; GSPO
-    sequence_token: same value, but each token's gradient is its own: x - sg(x) + sg(mean); GSPO-token
+    token:            log ratio of the token
+    sequence:         mean over the sequence (log of the geometric mean), gradient spread over its tokens; GSPO
+    sequence_token:   same value, but each token's gradient is its own: x - sg(x) + sg(mean); GSPO-token
+    sequence_product: sum over the sequence; its variance grows with the length, so a fixed band rejects long ones first
 
     One non-finite token makes the ratio of its whole sequence non-finite, so that the sequence is left out.
     A sequence must not be cut across calls. Source: GSPO, arXiv 2507.18071.
@@ -68,6 +69,8 @@ def at_level(log_ratios: Tensor, seq_ids: Tensor, loss_mask: Tensor, level: Leve
     """
     if level == "token":
         return log_ratios
+    if level == "sequence_product":
+        return segment_sum(log_ratios, seq_ids, loss_mask)[seq_ids]
     mean = segment_mean(log_ratios, seq_ids, loss_mask)[seq_ids]
     if level == "sequence":
         return mean
@@ -215,3 +218,28 @@ def soft_gate(
     tau = _where(advantages > 0, tau_positive, tau_negative, safe)
     gate = torch.sigmoid(tau * (safe.exp() - 1.0)) * 4.0 / tau
     return Surrogate(torch.where(finite, gate, 0.0), finite, log_ratios.detach())
+
+
+def gamma_weight(
+    log_ratios: Tensor,
+    logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> Surrogate:
+    """VESPO: value = sg(phi(w)) * logprob, phi(w) = exp(lam) w^k exp(-lam w), which is 1 at w = 1.
+
+    Source: VESPO, arXiv 2602.10693.
+
+    Args:
+        log_ratios: [N], level "sequence_product": w is the ratio of the whole sequence.
+        logprobs: [N], nats; carries the gradient.
+        advantages: [N]; only the sign is used.
+        positive, negative: (k, lam) where the advantage is >= 0, and where it is below.
+    """
+    safe, finite = finite_log_ratio(log_ratios)
+    is_negative = advantages < 0
+    k = _where(is_negative, negative[0], positive[0], safe)
+    lam = _where(is_negative, negative[1], positive[1], safe)
+    return _weighted_score(logprobs, (lam + k * safe - lam * safe.exp()).exp(), finite, log_ratios)

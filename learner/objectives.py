@@ -86,10 +86,10 @@ def policy_loss(
         keep: [N] bool; False rejects the token (staleness bound, veto, DPPO, M2PO ...). None: all are kept.
 
     Returns:
-        Scalar loss, and metrics that sum across micro-batches and ranks: `policy/tokens` trained on;
-        `policy/rejected_tokens` by keep or a correction of 0; `policy/masked_tokens`, the others without gradient because
-        of the trust region, and of these `masked_low`, `masked_high` (log ratio below or above 0), `masked_positive` and
-        `masked_negative` (sign of the advantage).
+        Scalar loss, and metrics that sum across micro-batches and ranks: `policy/tokens` in the denominator;
+        `policy/rejected_tokens` by keep or a correction of 0; `policy/masked_tokens`, the others without gradient
+        because of the trust region, and of these `masked_low`, `masked_high` (log ratio below or above 0),
+        `masked_positive` and `masked_negative` (sign of the advantage).
     """
     trained = weights > 0
     kept = trained if keep is None else trained & keep
@@ -171,6 +171,20 @@ def kl_loss(
         estimates = torch.where(usable, importance * estimates, 0.0)
     estimates = torch.where(trained, estimates, 0.0)
     return (weights * estimates).sum(), {"kl/sum": estimates.detach().sum(), "kl/tokens": trained.sum()}
+
+
+def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
+    """-sum_t weight_t * logprob_t, to be multiplied by the coefficient (VAPO: 0.1) and added.
+
+    Imitates what went well: `weights` come from `token_weights` with the tokens of *correct* trajectories as mask and
+    their count over the global batch as num_tokens. Source: VAPO, arXiv 2504.05118.
+
+    Args:
+        logprobs: [N], nats; carries the gradient. weights: [N].
+    """
+    trained = weights > 0
+    logprobs = torch.where(trained, widen(logprobs), 0.0)
+    return -(weights * logprobs).sum(), {"nll/sum": -logprobs.detach().sum(), "nll/tokens": trained.sum()}
 
 
 def entropy_loss(entropies: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:

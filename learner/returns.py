@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.importance import widen
+from learner.importance import finite_log_ratio, widen
+from learner.objectives import kl_estimates
 from learner.segments import num_segments
 
 
@@ -82,6 +83,50 @@ def advantages_and_returns(
     return estimate(lam_policy), torch.where(loss_mask, estimate(lam_value) + widen(values.detach()), 0.0)
 
 
+def vtrace(
+    values: Tensor,
+    rewards: Tensor,
+    log_ratios: Tensor,
+    seq_ids: Tensor,
+    loss_mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    max_ratio: float = 1.0,
+    max_ratio_policy: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """V-trace: off-policy corrected (advantages of the policy, value targets v), both [N], 0 outside loss_mask.
+
+    delta_t = min(max_ratio, w_t) (r_t + gamma V_next - V_t);  v_t = V_t + delta_t + gamma c_t (v_next - V_next)
+    A_t = min(max_ratio_policy, w_t) (r_t + gamma (lam v_next + (1 - lam) V_next) - V_t),  c_t = lam min(1, w_t)
+
+    max_ratio moves the fixed point (bias), c only the speed. With w = 1 it is GAE. The product of c fades over long
+    trajectories, so the correction is short-ranged. Source: IMPALA, arXiv 1802.01561.
+
+    Args:
+        values, rewards, seq_ids, loss_mask, bootstrap: as in `gae`.
+        log_ratios: [N], current against behaviour policy. A token whose ratio is not finite counts with w = 0.
+    """
+    positions = loss_mask.nonzero().squeeze(1)
+    value, reward = _numbers(values, positions), _numbers(rewards, positions)
+    safe, finite = finite_log_ratio(log_ratios.detach())
+    ratio = _numbers(torch.where(finite, safe.double().exp(), 0.0), positions)
+    seqs = seq_ids[positions].tolist()
+    next_value = [0.0] * num_segments(seq_ids) if bootstrap is None else bootstrap.detach().double().tolist()
+    next_error = [0.0] * num_segments(seq_ids)  # v - V of the next token
+    targets = [0.0] * len(seqs)
+    for t in range(len(seqs) - 1, -1, -1):
+        seq, w = seqs[t], ratio[t]
+        carried = lam * next_error[seq]
+        step = reward[t] + gamma * next_value[seq] - value[t]
+        error = min(max_ratio, w) * step + gamma * min(1.0, w) * carried
+        reward[t] = min(max_ratio_policy, w) * (step + gamma * carried)  # the advantage takes the reward's place
+        targets[t] = value[t] + error
+        next_value[seq], next_error[seq] = value[t], error
+    return _place(reward, positions, values), _place(targets, positions, values)
+
+
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """lam = 1 - 1 / (alpha * length), clipped to [0, 1]; [S] float64.
 
@@ -107,6 +152,14 @@ def rewards_at_last_token(rewards: Tensor, seq_ids: Tensor, loss_mask: Tensor) -
     spread = torch.zeros(seq_ids.shape, dtype=widen(rewards).dtype, device=rewards.device)
     spread[last[given]] = widen(rewards)[given]
     return spread
+
+
+def kl_shaped_rewards(
+    token_rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, coefficient: float
+) -> Tensor:
+    """[N]: token_rewards - coefficient * k1 on sampled tokens, 0 elsewhere; constant (KL in the reward, RLHF's way)."""
+    penalty = coefficient * kl_estimates(logprobs.detach(), ref_logprobs, "k1")
+    return torch.where(loss_mask, token_rewards - penalty, 0.0)
 
 
 def scorable_tokens(rewards: Tensor, seq_ids: Tensor, loss_mask: Tensor) -> Tensor:
