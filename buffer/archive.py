@@ -70,7 +70,7 @@ class TrajectoryArchive:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending. A failure is logged once and counted; its rows are let go, so that memory is bounded."""
+        """Write what is pending. A failure is logged once and counted; its rows are let go: memory is bounded."""
         rows, self._pending = self._pending, []
         if not rows:
             return
