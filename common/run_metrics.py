@@ -1,0 +1,74 @@
+"""Every number that a learner step reports, by its name in `metrics.jsonl`, in one sentence each.
+
+A name is missing from a step that has no data for it: no policy metrics while only the value function warms up, no
+value metrics for a recipe without one.
+"""
+
+from __future__ import annotations
+
+STALENESS_BUCKETS = (
+    (0, 0),
+    (1, 1),
+    (2, 2),
+    (3, 3),
+    (4, 4),
+    (5, 8),
+    (9, None),
+)  # lowest and highest, in weight versions
+
+
+def staleness_bucket_name(lowest: int, highest: int | None) -> str:
+    """`staleness/tokens_2`, `staleness/tokens_5_to_8`, `staleness/tokens_from_9`."""
+    if highest is None:
+        return f"staleness/tokens_from_{lowest}"
+    return f"staleness/tokens_{lowest}" if lowest == highest else f"staleness/tokens_{lowest}_to_{highest}"
+
+
+METRICS: dict[str, str] = {
+    "batch/trajectories": "Trajectories that were trained on.",
+    "batch/unscorable": "Trajectories left out because their reward is missing or not finite, or nothing was sampled.",
+    "batch/tokens": "Tokens of these trajectories: prompts, responses and observations.",
+    "batch/sampled_tokens": "Tokens among them that the policy sampled; the denominator of a token mean.",
+    "batch/micro_batches": "Forward and backward passes that the batch was cut into.",
+    "batch/reward_mean": "Mean reward of a trajectory.",
+    "batch/reward_std": "Standard deviation of the trajectories' rewards (n, not n - 1).",
+    "batch/truncated_share": "Share of trajectories that were cut at a length limit.",
+    "batch/response_tokens_mean": "Mean number of sampled tokens of a trajectory.",
+    "batch/groups": "Groups in the batch, for recipes that compare members of a group.",
+    "batch/uninformative_groups": "Groups whose rewards do not differ, so that they teach nothing.",
+    "staleness/mean": "Mean staleness of a sampled token: learner's weight version minus the token's.",
+    "staleness/max": "Largest staleness of a sampled token.",
+    **{
+        staleness_bucket_name(lowest, highest): f"Sampled tokens with a staleness of {lowest}"
+        + ("." if lowest == highest else " or more." if highest is None else f" to {highest}.")
+        for lowest, highest in STALENESS_BUCKETS
+    },
+    "policy/loss": "Policy loss of the whole batch, the entropy bonus included.",
+    "policy/grad_norm": "Euclidean norm of the policy's gradient before clipping.",
+    "policy/learning_rate": "Step size of the policy in this update.",
+    "policy/tokens": "Sampled tokens that the policy loss counts.",
+    "policy/rejected_tokens": "Of these, tokens without gradient because they are staler than the bound.",
+    "policy/masked_tokens": "Of these, fresh tokens without gradient because their ratio is outside the trust region.",
+    "policy/masked_low_tokens": "Masked tokens that have become less likely than when they were sampled.",
+    "policy/masked_high_tokens": "Masked tokens that have become more likely than when they were sampled.",
+    "policy/masked_positive_tokens": "Masked tokens whose advantage is positive.",
+    "policy/masked_negative_tokens": "Masked tokens whose advantage is negative.",
+    "policy/log_ratio_abs_mean": "Mean absolute log ratio of the current policy to the one that sampled, in nats.",
+    "policy/log_ratio_abs_max": "Largest absolute log ratio of the current policy to the one that sampled, in nats.",
+    "policy/kl_behaviour": "KL divergence from the sampling policy to the current one, k3 estimate, in nats a token.",
+    "policy/entropy_estimate": "Minus the mean log-prob of the sampled tokens under the current policy, in nats.",
+    "policy/entropy": "Exact entropy of the current policy, in nats a token; computed when it is part of the loss.",
+    "policy/advantage_mean": "Mean advantage over sampled tokens.",
+    "policy/advantage_std": "Standard deviation of the advantage over sampled tokens.",
+    "value/loss": "Mean squared error of the value function in its last update on this batch.",
+    "value/grad_norm": "Norm of the value function's gradient before clipping, in its last update on this batch.",
+    "value/explained_variance": "1 - Var(return - value) / Var(return), with values from before this batch.",
+    "value/mean": "Mean value of the states before sampled tokens, before learning from this batch.",
+    "value/return_mean": "Mean of the value function's targets.",
+    "time/wait_s": "Seconds until the batch was there.",
+    "time/update_s": "Seconds from the batch to the end of its update.",
+    "time/prepare_s": "Seconds to bring the batch into flat form.",
+    "time/value_s": "Seconds of value updates and of computing values and advantages.",
+    "time/policy_s": "Seconds of the policy update.",
+    "time/publish_s": "Seconds to publish the new weights.",
+}
