@@ -235,3 +235,4 @@ class Batch:
     fresh_units: int  # groups, or single rollouts
     is_last: bool  # the data ended and nothing more can come
     is_tail: bool = False  # smaller than asked for, because the data ended
+    converted: frozenset[GroupId] = frozenset()  # groups to be trained as single rollouts
