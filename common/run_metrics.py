@@ -1,4 +1,4 @@
-"""Every number that a learner step reports, by its name in `metrics.jsonl`, in one sentence each.
+"""Every number that a run reports, by its name in `metrics.jsonl`, in one sentence each.
 
 A name is missing from a step that has no data for it: no policy metrics while only the value function warms up, no
 value metrics for a recipe without one.
@@ -71,4 +71,31 @@ METRICS: dict[str, str] = {
     "time/value_s": "Seconds of value updates and of computing values and advantages.",
     "time/policy_s": "Seconds of the policy update.",
     "time/publish_s": "Seconds to publish the new weights.",
+    "eval/reward_mean": "Mean reward over the held-out prompts that have one.",
+    "eval/count": "Held-out prompts with a reward.",
+    "eval/unscorable": "Held-out prompts without one: not scored, over-long, or failed.",
+    "eval/length_mean": "Mean number of sampled tokens of a held-out prompt's response.",
+    "eval/truncated": "Held-out responses that were cut at a length limit.",
+    "buffer/issued": "Samples issued so far; at every moment the sum of all states below.",
+    "buffer/queued": "Samples that wait for another attempt.",
+    "buffer/leased": "Samples that an actor works on.",
+    "buffer/assembling": "Delivered samples whose group is not whole yet.",
+    "buffer/ready": "Samples that may be trained on.",
+    "buffer/in_training": "Samples of the open batch.",
+    "buffer/trained": "Samples that were trained on.",
+    "buffer/dropped_stale": "Samples dropped because nothing of their unit was fresh enough.",
+    "buffer/dropped_incomplete_group": "Samples dropped because their group had too few members left.",
+    "buffer/dropped_unscorable": "Samples dropped because they have no finite reward.",
+    "buffer/dropped_empty": "Samples dropped because nothing was sampled.",
+    "buffer/dropped_over_long": "Samples dropped because their prompt is longer than rollout.max_prompt_tokens.",
+    "buffer/dropped_failed": "Samples dropped because every attempt failed.",
+    "buffer/dropped_no_update": "Samples of batches that brought no update.",
+    "buffer/held_bytes": "Bytes of delivered trajectories that are held.",
+    "buffer/length_bias": "Mean length of what was trained over that of what was delivered; below 1, long ones lose.",
+    "buffer/late_deliveries": "Deliveries refused because their lease was void.",
+    "buffer/duplicate_deliveries": "Deliveries refused because they had been made before.",
+    "buffer/lost_leases": "Leases that went back because their actor died, fell silent, or gave them back.",
+    "buffer/expired_leases": "Leases that ran into their deadline.",
+    "buffer/retries": "Failed attempts that were tried again.",
+    "buffer/returned_by_restore": "Samples ready again because their batch is not in the restored weights.",
 }

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import ModelError
 from learner.batching import Layout, MicroBatch, TokenBatch
 from learner.probe import verify
-from learner.trunk import Trunk, checkpoint_names, checkpoint_weights, load_model
+from learner.trunk import Compute, Trunk, checkpoint_names, checkpoint_weights, load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -36,16 +36,15 @@ class Policy:
     def __init__(
         self,
         folder: Path,
+        compute: Compute,
         *,
-        device: torch.device,
-        compute_dtype: torch.dtype,
         trainable_layers: int | None,
         logprob_chunk_tokens: int,
         layout: Layout,
     ) -> None:
         self.folder = folder
-        self.model = load_model(folder, device)
-        self.trunk = Trunk.of(self.model, compute_dtype)
+        self.model = load_model(folder, compute)
+        self.trunk = Trunk.of(self.model, compute)
         self._chunk_tokens = logprob_chunk_tokens
         config = self.model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
@@ -69,7 +68,7 @@ class Policy:
 
     def scores(self, micro: MicroBatch, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
         """Log-probs, and entropies if asked for, of the sampled tokens of `micro`, in the order of `micro.tokens`."""
-        hidden = self.trunk(micro)[micro.states]
+        hidden = self.trunk(micro).index_select(0, micro.states)
         targets = batch.token_ids[batch.positions[micro.tokens]]
         temperatures = batch.temperatures[micro.tokens] if batch.tempered else None
         return self.score_states(hidden, targets, temperatures, with_entropies=with_entropies)

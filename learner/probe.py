@@ -31,7 +31,7 @@ def verify(policy: Policy, layout: Layout) -> None:
     device = policy.model.device
     expected = torch.cat([_model_logprobs(policy, torch.from_numpy(ids).to(device)) for ids in sequences])
     batch = flatten([_all_sampled(ids) for ids in sequences], read_final_state=False, device=device)
-    tolerance = TOLERANCE[policy.trunk.compute_dtype]
+    tolerance = TOLERANCE[policy.trunk.compute.dtype]
 
     everything = range(len(LENGTHS))
     error = (policy.scores(build(batch, everything, "rows"), batch).logprobs - expected).abs().max()

@@ -21,7 +21,7 @@ from learner.policy import DTYPES, Policy
 from learner.update import Learner
 
 KEPT_FILES = 2  # an engine may still be reading the one before the newest
-PIECE_BYTES = 1 << 20  # converted, hashed and written while it is in the processor's cache
+PIECE_BYTES = 1 << 18  # converted, hashed and written while it is in the processor's cache
 CANARY_TOKENS = 24
 CANARY_SEED = 20260708
 

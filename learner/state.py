@@ -26,7 +26,7 @@ from torch import Tensor
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.types import BatchId
-from learner.trunk import load_model
+from learner.trunk import Compute, load_model
 
 if TYPE_CHECKING:
     from learner.update import Learner
@@ -132,7 +132,7 @@ def _other_settings(folder: Path, what: str) -> ConfigError:
 
 
 def _load_policy(learner: Learner, folder: Path) -> None:
-    saved = load_model(folder / POLICY_FOLDER, torch.device("cpu"))
+    saved = load_model(folder / POLICY_FOLDER, Compute(torch.device("cpu"), torch.float32, "sdpa"))
     learner.policy.model.load_state_dict(saved.state_dict())
 
 

@@ -6,8 +6,9 @@ import contextlib
 import inspect
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,21 @@ from learner.batching import MicroBatch
 
 disable_progress_bar()  # log files are not terminals
 
+Attention = Literal["sdpa", "flash_attention_2", "flex_attention"]  # names of transformers
+
 OBSOLETE_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry and no model loads
 
 
-def load_model(folder: Path, device: torch.device) -> Any:
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Where and how a model computes."""
+
+    device: torch.device
+    dtype: torch.dtype  # float32, or what autocast computes in; parameters are float32 either way
+    attention: Attention
+
+
+def load_model(folder: Path, compute: Compute) -> Any:
     """The model in `folder`, a transformers `PreTrainedModel` in float32, without dropout.
 
     Raises:
@@ -35,7 +47,11 @@ def load_model(folder: Path, device: torch.device) -> Any:
         raise ModelError(f"model folder {folder} has no *.safetensors file: save the model in that format")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            attn_implementation=compute.attention,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # transformers, safetensors and json raise many kinds, all of which mean the same here
         first_line = (str(error).splitlines() or [repr(error)])[0]
@@ -44,27 +60,23 @@ def load_model(folder: Path, device: torch.device) -> Any:
     if problems := sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"]):
         raise ModelError(f"model folder {folder} lacks {len(problems)} of the model's tensors, such as {problems[0]}")
     # Dropout stays off while training too: with it the ratio of an unchanged policy would not be 1.
-    return model.to(device).eval()
+    return model.to(compute.device).eval()
 
 
 class Trunk:
     """A decoder without its output head: token ids in, hidden states out."""
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
-        """
-        Args:
-            compute_dtype: float32, or what autocast computes in; the parameters are float32 either way.
-        """
+    def __init__(self, module: nn.Module, compute: Compute) -> None:
         self.module = module
-        self.compute_dtype = compute_dtype
+        self.compute = compute
         self._takes_positions = "position_ids" in inspect.signature(module.forward).parameters
 
     @classmethod
-    def of(cls, model: Any, compute_dtype: torch.dtype) -> Trunk:
+    def of(cls, model: Any, compute: Compute) -> Trunk:
         """The part of a causal language model below its head."""
         if model.base_model is model:
             raise ModelError(f"{type(model).__name__} does not separate its output head from the layers below it")
-        return cls(model.base_model, compute_dtype)
+        return cls(model.base_model, compute)
 
     def __call__(self, micro: MicroBatch) -> Tensor:
         """[R * W, H] float32 hidden states after the final norm.
@@ -82,9 +94,9 @@ class Trunk:
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Autocast, or nothing in float32."""
-        if self.compute_dtype == torch.float32:
+        if self.compute.dtype == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(next(self.module.parameters()).device.type, dtype=self.compute_dtype)
+        return torch.autocast(self.compute.device.type, dtype=self.compute.dtype)
 
     def layers(self) -> nn.ModuleList:
         """The decoder layers, first to last."""
@@ -95,7 +107,7 @@ class Trunk:
 
 
 def checkpoint_weights(model: Any, names: set[str]) -> dict[str, Tensor]:
-    """Detached parameters under the names of the model's checkpoint; a tied head is left out.
+    """Detached parameters and stored buffers under the names of the model's checkpoint; a tied head is left out.
 
     Args:
         names: of `checkpoint_names`.
@@ -103,7 +115,8 @@ def checkpoint_weights(model: Any, names: set[str]) -> dict[str, Tensor]:
     Raises:
         ModelError: the model's parameters cannot be given those names.
     """
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tied = model.all_tied_weights_keys
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     if set(weights) != names:  # transformers has renamed, fused or split tensors while loading
         weights = revert_weight_conversion(model, weights)
     if set(weights) != names:

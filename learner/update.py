@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils import is_flash_attn_2_available
 
 from common.config import AlgorithmConfig, RunConfig
 from common.types import BatchId, BatchOutcome, Trajectory
@@ -25,6 +26,7 @@ from learner.schedule import learning_rate
 from learner.segments import segment_count
 from learner.state import read_state
 from learner.step_metrics import StepMetrics, Stopwatch, describe_batch, describe_policy
+from learner.trunk import Compute
 from learner.value import PolicyHead, ValueFunction, ValueModel
 
 log = logging.getLogger(__name__)
@@ -64,19 +66,16 @@ class Learner:
         self.value_batches = 0  # batches that the value function has learned from
         self._device = choose_device(config)
         self._layout = choose_layout(config, self._device)
-        compute_dtype = (
-            torch.bfloat16 if self._device.type == "cuda" and config.model.dtype == "bfloat16" else torch.float32
-        )
+        compute = choose_compute(config, self._device, self._layout)
         self.policy = Policy(
             model_folder,
-            device=self._device,
-            compute_dtype=compute_dtype,
+            compute,
             trainable_layers=config.learner.trainable_layers,
             logprob_chunk_tokens=config.learner.logprob_chunk_tokens,
             layout=self._layout,
         )
         self.optimizer = self._make_optimizer(self.policy.model)
-        self.value = self._make_value_function(model_folder, compute_dtype)
+        self.value = self._make_value_function(model_folder, compute)
         self.value_optimizer = self._make_optimizer(self.value) if self.value else None
         algorithm = config.algorithm
         self._bootstraps = algorithm.advantage == "gae" and algorithm.length_stop == "bootstrap"
@@ -86,14 +85,13 @@ class Learner:
         betas = (settings.beta1, settings.beta2)
         return Optimizer(module.named_parameters(), betas=betas, weight_decay=settings.weight_decay)
 
-    def _make_value_function(self, folder: Path, compute_dtype: torch.dtype) -> ValueFunction | None:
+    def _make_value_function(self, folder: Path, compute: Compute) -> ValueFunction | None:
         kind = self.config.algorithm.value
         if kind == "own_model":
-            freeze = self.config.value.freeze_attention
-            return ValueModel(folder, device=self._device, compute_dtype=compute_dtype, freeze_attention=freeze)
+            return ValueModel(folder, compute, freeze_attention=self.config.value.freeze_attention)
         if kind == "policy_head":
             width = self.policy.model.get_input_embeddings().weight.shape[1]
-            return PolicyHead(self.policy.trunk, width, device=self._device, seed=self.config.seed)
+            return PolicyHead(self.policy.trunk, width, seed=self.config.seed)
         return None
 
     @property
@@ -368,5 +366,18 @@ def choose_device(config: RunConfig) -> torch.device:
 def choose_layout(config: RunConfig, device: torch.device) -> Layout:
     """Packing pays where attention takes sequences of any length; through a dense mask it costs more than padding."""
     if config.learner.layout == "auto":
-        return "packed" if device.type == "cuda" else "rows"
+        return "packed" if _has_flash_attention(config, device) else "rows"
     return config.learner.layout
+
+
+def choose_compute(config: RunConfig, device: torch.device, layout: Layout) -> Compute:
+    """bfloat16 on GPUs if that is what engines serve; on CPUs it is slower than float32."""
+    dtype = torch.bfloat16 if device.type == "cuda" and config.model.dtype == "bfloat16" else torch.float32
+    if layout == "rows" or device.type == "cpu":
+        return Compute(device, dtype, "sdpa")
+    return Compute(device, dtype, "flash_attention_2" if _has_flash_attention(config, device) else "flex_attention")
+
+
+def _has_flash_attention(config: RunConfig, device: torch.device) -> bool:
+    """It knows no float32."""
+    return device.type == "cuda" and config.model.dtype == "bfloat16" and bool(is_flash_attn_2_available())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -10,10 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from common.errors import ModelError
 from learner.batching import MicroBatch
-from learner.trunk import Trunk, load_model
+from learner.trunk import Compute, Trunk, load_model
 
-ATTENTION = re.compile(r"(^|[._])(self_attn|attn|attention|linear_attn|mixer)([._]|$)")
+ATTENTION = {"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"}  # names of modules
 
 
 class StateValues(NamedTuple):
@@ -47,18 +47,14 @@ class ValueModel:
     what makes value training unstable. Source: SAO, arXiv 2607.07508; which parts of a dense model to freeze is ours.
     """
 
-    def __init__(
-        self, folder: Path, *, device: torch.device, compute_dtype: torch.dtype, freeze_attention: bool
-    ) -> None:
-        model = load_model(folder, device)
-        self._trunk = Trunk.of(model, compute_dtype)
+    def __init__(self, folder: Path, compute: Compute, *, freeze_attention: bool) -> None:
+        model = load_model(folder, compute)
+        self._trunk = Trunk.of(model, compute)
         embedding = model.get_input_embeddings()
         if freeze_attention:
             embedding.requires_grad_(False)
-            for name, parameter in self._trunk.module.named_parameters():
-                if ATTENTION.search(name):
-                    parameter.requires_grad_(False)
-        self._head = nn.Linear(embedding.weight.shape[1], 1, device=device)
+            _freeze_attention(self._trunk.module)
+        self._head = nn.Linear(embedding.weight.shape[1], 1, device=compute.device)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
         self._micros: Sequence[MicroBatch] = ()
@@ -68,7 +64,7 @@ class ValueModel:
 
     def values(self, index: int) -> StateValues:
         micro = self._micros[index]
-        return _split(self._head(self._trunk(micro)[_read(micro)]).squeeze(-1), micro)
+        return _split(self._head(self._trunk(micro).index_select(0, _read(micro))).squeeze(-1), micro)
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         yield from ((f"trunk.{name}", parameter) for name, parameter in self._trunk.module.named_parameters())
@@ -84,7 +80,7 @@ class PolicyHead:
 
     WIDTH = 128
 
-    def __init__(self, trunk: Trunk, hidden_size: int, *, device: torch.device, seed: int) -> None:
+    def __init__(self, trunk: Trunk, hidden_size: int, *, seed: int) -> None:
         self._trunk = trunk
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -92,20 +88,30 @@ class PolicyHead:
             layers = (nn.LayerNorm(hidden_size), nn.Linear(hidden_size, self.WIDTH), nn.SiLU(), last)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
-        self._head = nn.Sequential(*layers).to(device)
+        self._head = nn.Sequential(*layers).to(trunk.compute.device)
         self._micros: Sequence[MicroBatch] = ()
         self._states: list[Tensor] = []
 
     @torch.no_grad()
     def start(self, micros: Sequence[MicroBatch]) -> None:
         self._micros = micros
-        self._states = [self._trunk(micro)[_read(micro)] for micro in micros]
+        self._states = [self._trunk(micro).index_select(0, _read(micro)) for micro in micros]
 
     def values(self, index: int) -> StateValues:
         return _split(self._head(self._states[index]).squeeze(-1), self._micros[index])
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self._head.named_parameters()
+
+
+def _freeze_attention(module: nn.Module) -> None:
+    inside = [parameter for name, parameter in module.named_parameters() if not ATTENTION.isdisjoint(name.split("."))]
+    if not inside:
+        raise ModelError(
+            f"{type(module).__name__}: no attention is found to freeze: set value.freeze_attention = false"
+        )
+    for parameter in inside:
+        parameter.requires_grad_(False)
 
 
 def _read(micro: MicroBatch) -> Tensor:
