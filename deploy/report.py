@@ -15,6 +15,7 @@ from common.config import RunConfig
 from common.config_load import dump_config
 from common.errors import ConfigError, ResourceError
 from common.run_metrics import METRICS
+from deploy.format import arrow, duration, number
 from deploy.history import History, read_history, series
 from deploy.run_dir import Record, RunDir
 
@@ -93,8 +94,8 @@ class RunSummary:
         lines = [
             f"{self.reason}{stopped}: {totals.completed_updates} updates in {duration(totals.duration_s)}, "
             f"{totals.trajectories:,} trajectories, {totals.sampled_tokens:,} sampled tokens",
-            f"training reward  {_arrow(totals.reward_first, totals.reward_last)}",
-            f"held-out reward  {_arrow(totals.held_out_before, totals.held_out_after)}",
+            f"training reward  {arrow(totals.reward_first, totals.reward_last)}",
+            f"held-out reward  {arrow(totals.held_out_before, totals.held_out_after)}",
             f"report           {self.report}",
         ]
         if self.restarts:
@@ -132,15 +133,6 @@ def write_report(run_dir: Path) -> Path:
     except OSError as error:
         raise ResourceError(f"report {page} cannot be written: {error.strerror}") from None
     return page
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 # The page
@@ -187,8 +179,8 @@ def _cards(totals: Totals) -> str:
     cards = [
         ("completed updates", f"{totals.completed_updates:,}"),
         ("time", duration(totals.duration_s)),
-        ("training reward", _arrow(totals.reward_first, totals.reward_last)),
-        ("held-out reward", _arrow(totals.held_out_before, totals.held_out_after)),
+        ("training reward", arrow(totals.reward_first, totals.reward_last)),
+        ("held-out reward", arrow(totals.held_out_before, totals.held_out_after)),
         ("trajectories trained on", f"{totals.trajectories:,}"),
         ("tokens sampled", f"{totals.sampled_tokens:,}"),
         ("mean staleness", number(totals.staleness_mean)),
@@ -257,21 +249,8 @@ def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]], e
     return f"<h2>{_text(title)}</h2><table><tr>{head}</tr>{body}</table>"
 
 
-def number(value: object) -> str:
-    """Short form for a reader; a dash for what is missing."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return "–" if value is None else str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
 def _is_number(value: object) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _arrow(before: float | None, after: float | None) -> str:
-    if before is None:
-        return "–"
-    return f"{before:.3f}" if after is None else f"{before:.3f} → {after:.3f}"
 
 
 def _model(config: RunConfig | None) -> str:

@@ -13,7 +13,7 @@ import pytest
 from common.config_load import validate
 from common.errors import ResourceError
 from deploy.history import tell
-from deploy.report import RunSummary, Totals, duration, number, summarise, write_report
+from deploy.report import RunSummary, Totals, summarise, write_report
 from deploy.report_figure import rates, smooth, time_unit
 from deploy.run_dir import RunDir, new_run_dir
 
@@ -183,32 +183,6 @@ def test_summary_of_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     assert stopped.exit_status == 143
     assert "stopped by SIGTERM" in str(stopped)
     assert f"slipstream resume {tmp_path}" in str(stopped)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (200, "3 min 20 s"),
-        (3599.9, "1 h 00 min"),
-        (7500, "2 h 05 min"),
-    ],
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_numbers_are_short() -> None:
-    assert [number(value) for value in (None, 1234, 0.123456, 1e-6, "x", True)] == [
-        "–",
-        "1,234",
-        "0.1235",
-        "1e-06",
-        "x",
-        "True",
-    ]
 
 
 def test_moving_mean_keeps_the_length_and_shrinks_at_the_ends() -> None:
