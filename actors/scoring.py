@@ -5,6 +5,8 @@ Runs inside scoring processes, which start in 50 ms: imports neither numpy nor p
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -34,14 +36,19 @@ def number_match(response: str, answer: str | None, row: Mapping[str, Any]) -> f
 
 def reasoning_gym_score(response: str, answer: str | None, row: Mapping[str, Any]) -> float:
     """Score in [0, 1] that the task itself gives. Rows come from a `reasoning-gym:` source."""
-    import reasoning_gym
-
     if "reasoning_gym" not in row:
         raise ValueError('reward.function = "reasoning-gym" scores rows of data.source = "reasoning-gym:NAME" alone')
-    score = reasoning_gym.get_score_answer_fn(row["reasoning_gym"])
-    return float(
-        score(response.strip(), {"question": row.get("question"), "answer": answer, "metadata": row["metadata"]})
-    )
+    score = _score_answer(row["reasoning_gym"], json.dumps(row["options"]))
+    entry = {"question": row["prompt"], "answer": answer, "metadata": row["metadata"]}
+    return float(score(response.strip(), entry))
+
+
+@functools.cache
+def _score_answer(name: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset(name, size=1, seed=0, **json.loads(options))
+    return dataset.score_answer  # type: ignore[no-any-return]
 
 
 BUILT_IN: Mapping[str, Scorer] = {
