@@ -54,6 +54,8 @@ METRICS: dict[str, str] = {
     "policy/masked_positive_tokens": "Masked tokens whose advantage is positive.",
     "policy/masked_negative_tokens": "Masked tokens whose advantage is negative.",
     "policy/log_ratio_abs_mean": "Mean absolute log ratio of the current policy to the one that sampled, in nats.",
+    "policy/log_ratio_square_mean": "Mean squared log ratio of the current policy to the one that sampled, in nats².",
+    "policy/nonfinite_tokens": "Sampled tokens whose ratio to the sampling policy is not finite; they are masked.",
     "policy/log_ratio_abs_max": "Largest absolute log ratio of the current policy to the one that sampled, in nats.",
     "policy/kl_behaviour": "KL divergence from the sampling policy to the current one, k3 estimate, in nats a token.",
     "policy/entropy_estimate": "Minus the mean log-prob of the sampled tokens under the current policy, in nats.",

@@ -71,7 +71,7 @@ class Publisher:
             size_bytes=written.size_bytes,
             digest=written.digest,
             tensors=written.tensors,
-            canary=self._canary(learner.policy, dtype),
+            canary=self._canary(learner.policy, dtype, learner.config.rollout.max_tokens - 1),
             node_id=self._node_id,
         )
 
@@ -123,9 +123,10 @@ class Publisher:
         while len(self._files) > KEPT_FILES:
             self._files.pop(0).unlink(missing_ok=True)
 
-    def _canary(self, policy: Policy, dtype: str) -> Canary:
+    def _canary(self, policy: Policy, dtype: str, longest: int) -> Canary:
         if not self._canary_ids:
-            self._canary_ids = canary_token_ids(policy.vocab_size, special_token_ids(policy.folder))
+            ids = canary_token_ids(policy.vocab_size, special_token_ids(policy.folder))
+            self._canary_ids = ids[:longest]  # one token of the engine's context is left for its answer
         logprobs = policy.served_logprobs(self._canary_ids, DTYPES[dtype])
         return Canary(token_ids=self._canary_ids, logprobs=tuple(logprobs))
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from common.run_metrics import STALENESS_BUCKETS, staleness_bucket_name
 from learner.batching import TokenBatch
-from learner.importance import log_ratio
-from learner.objectives import kl_estimates
+from learner.importance import log_ratio, ratio_metrics
 
 StepMetrics = dict[str, float]
 
@@ -51,17 +50,18 @@ def describe_batch(batch: TokenBatch, version: int) -> StepMetrics:
 def describe_policy(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor) -> StepMetrics:
     """Distance of the current policy from the one that sampled; all [N]. Tokens of non-finite ratio are left out."""
     log_ratios = log_ratio(logprobs, rollout_logprobs)
+    everywhere = torch.ones_like(log_ratios, dtype=torch.bool)
+    sums = {name: float(value) for name, value in ratio_metrics(log_ratios, everywhere).items()}
     metrics = {
         "policy/advantage_mean": float(advantages.double().mean()),
         "policy/advantage_std": float(advantages.double().std(correction=0)),
+        "policy/nonfinite_tokens": sums["ratio/nonfinite_tokens"],
     }
-    usable = torch.isfinite(log_ratios)
-    if usable.any():
-        size = log_ratios[usable].abs()
-        # The tokens are the behaviour policy's, so that k3 of (behaviour, current) estimates KL(behaviour || current).
-        divergences = kl_estimates(rollout_logprobs[usable], logprobs[usable], "k3")
-        metrics["policy/log_ratio_abs_mean"] = float(size.mean())
-        metrics["policy/log_ratio_abs_max"] = float(size.max())
-        metrics["policy/kl_behaviour"] = float(divergences.mean())
+    if count := sums["ratio/tokens"]:
+        usable = torch.isfinite(log_ratios)
+        metrics["policy/log_ratio_abs_mean"] = sums["ratio/abs_log_sum"] / count
+        metrics["policy/log_ratio_square_mean"] = sums["ratio/squared_log_sum"] / count
+        metrics["policy/log_ratio_abs_max"] = float(log_ratios[usable].abs().max())
+        metrics["policy/kl_behaviour"] = sums["ratio/k3_sum"] / count
         metrics["policy/entropy_estimate"] = -float(logprobs[usable].mean())
     return metrics

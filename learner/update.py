@@ -178,7 +178,7 @@ class Learner:
             for index, micro in enumerate(micros):
                 values = value.values(index).before
                 loss, _ = value_loss(values, targets[micro.tokens], weights[micro.tokens])
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 total += float(loss.detach())
                 seen[micro.tokens] = values.detach()
             if repeat == 0:
@@ -290,7 +290,7 @@ class Learner:
                 bonus, entropy_parts = entropy_loss(scores.entropies, weights[tokens])
                 loss = loss + algorithm.entropy_coefficient * bonus
                 parts = {**parts, **entropy_parts}
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             add_up(sums, {**parts, "policy/loss": loss.detach().double()})
             logprobs[tokens] = scores.logprobs.detach()
 
