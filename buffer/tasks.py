@@ -39,7 +39,7 @@ def sort_strings(split: Split) -> list[str]:
     return sorted((s for s in every if (_hash(s) % SORT_HELD_OUT_ONE_IN == 0) == held_out), key=lambda s: (_hash(s), s))
 
 
-def single_digit_sums(split: Split) -> list[Row]:
+def digit_sums(split: Split) -> list[Row]:
     """Sums of two digits from 1 to 9 as a chat, for models with a chat template. 65 pairs to train on, 16 held out.
 
     A pair is held out in both orders, so that no held-out sum is a trained one turned round.
@@ -64,7 +64,7 @@ def single_digit_sums(split: Split) -> list[Row]:
 
 TASKS: Mapping[str, Callable[[Split], list[Row]]] = {
     "sort-digits": sort_digits,
-    "single-digit-sums": single_digit_sums,
+    "digit-sums": digit_sums,
 }
 
 

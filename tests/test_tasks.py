@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from buffer.tasks import TASKS, single_digit_sums, sort_digits
+from buffer.tasks import TASKS, digit_sums, sort_digits
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -43,15 +43,15 @@ def test_first_rows_are_a_fair_sample_of_all() -> None:
 
 
 def test_every_pair_from_1_to_9_is_added_once() -> None:
-    rows = single_digit_sums("train") + single_digit_sums("held_out")
+    rows = digit_sums("train") + digit_sums("held_out")
     asked = {row["messages"][1]["content"]: row["answer"] for row in rows}
     assert asked == {f"What is {a} plus {b}?": str(a + b) for a in range(1, 10) for b in range(1, 10)}
     assert len(rows) == 81
-    assert len(single_digit_sums("held_out")) == 16
+    assert len(digit_sums("held_out")) == 16
 
 
 def test_held_out_sum_is_not_trained_on_the_other_way_round() -> None:
-    trained = {row["messages"][1]["content"] for row in single_digit_sums("train")}
-    for row in single_digit_sums("held_out"):
+    trained = {row["messages"][1]["content"] for row in digit_sums("train")}
+    for row in digit_sums("held_out"):
         _, _, a, _, b = row["messages"][1]["content"].rstrip("?").split()
         assert f"What is {b} plus {a}?" not in trained
