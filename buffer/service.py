@@ -31,7 +31,7 @@ class ReplayBufferService:
     def __init__(self, config: RunConfig, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
         log_to_file(run_dir, "buffer")
         self._archive = TrajectoryArchive(run_dir / "trajectories")
-        self._buffer = build_buffer(config, clock=time.monotonic, archive=self._archive, state=state)
+        self._buffer = build_buffer(config, clock=time.monotonic, state=state)
         self._manifest: WeightManifest | None = None
         self._issuing = True
         self._closing = False
@@ -86,6 +86,7 @@ class ReplayBufferService:
         return fields, columns.to_bytes(columns.to_table(batch.trajectories))
 
     async def announce(self, manifest: WeightManifest) -> None:
+        self._buffer.note_published(WeightVersion(manifest.version))
         self._manifest = manifest
         self._notify()
 

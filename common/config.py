@@ -104,7 +104,7 @@ class RolloutConfig(Table):
     max_prompt_tokens: int = Field(64, ge=1)
     """Longer prompts are dropped as over-long, and counted."""
 
-    max_tokens: int = Field(128, ge=2)
+    max_tokens: int = Field(128, ge=4)
     """Tokens of a trajectory at most, prompt, turns and observations together; one that runs out is truncated."""
 
 

@@ -1,0 +1,111 @@
+"""From a config to a finished run: model, run directory, Ray, supervision, report."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from buffer.sources import load_rows
+from common.config import RunConfig
+from common.errors import SlipstreamError
+from deploy.progress import Progress
+from deploy.report import RunSummary, summarise, write_report
+from deploy.run_dir import RunDir
+from deploy.services import Services, count_gpus, ray_session, resolve_auto
+from deploy.supervise import RunEnd, Supervisor
+from learner.checkpoint import CheckpointStore
+from learner.model_cache import default_cache_dir
+from learner.models import resolve_model
+from learner.state import read_counters
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class StopRequest:
+    """Set by SIGINT or SIGTERM: the run saves and ends. A second signal ends it at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+    @contextmanager
+    def installed(self) -> Iterator[StopRequest]:
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+
+def train(config: RunConfig, run_dir: RunDir) -> RunSummary:
+    """Run a new or a resumed run to its end.
+
+    Raises:
+        SlipstreamError: the first error that no restart mends; it is the last line of logs/driver.log.
+    """
+    with Progress() as progress, StopRequest().installed() as stop:
+        try:
+            end = _run(config, run_dir, progress, stop)
+        except SlipstreamError as error:
+            run_dir.record({"kind": "event", "text": f"failed: {error}"})
+            log.error("%s", error)
+            raise
+        except BaseException as error:
+            log.exception("the run broke off: %s", error)
+            raise
+        progress.phase("writing the report")
+        report = write_report(run_dir.path)
+    return summarise(run_dir.path, end, report, stopped_by=stop.signal)
+
+
+def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopRequest) -> RunEnd:
+    progress.phase("preparing the model")
+    model_folder = resolve_model(
+        config.model.path, seed=config.seed, cache_dir=default_cache_dir(), report=progress.event
+    )
+    _keep_tokenizer(model_folder, run_dir.path)
+    held_out = ()
+    if config.evaluation.num_prompts:
+        held_out = load_rows(config.data, seed=config.seed, split="held_out", evaluation=config.evaluation, import_dir=config.import_dir)
+    progress.phase("starting Ray")
+    with ray_session(config):
+        resolved = resolve_auto(config, count_gpus())
+        services = Services(resolved, model_folder, run_dir.path)
+        try:
+            supervisor = Supervisor(resolved, services, run_dir, progress, held_out, stop)
+            return supervisor.run(_buffer_state(run_dir, config))
+        finally:
+            progress.phase("ending the services")
+            services.end_all()
+
+
+def _buffer_state(run_dir: RunDir, config: RunConfig) -> Mapping[str, Any] | None:
+    """What a new buffer of a resumed run must know: the newest checkpoint's state and the highest label published."""
+    folder = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep).newest()
+    state = read_counters(folder).buffer_state if folder else {}
+    return {**state, "highest_version": max(run_dir.highest_version(), state.get("highest_version", 0))} if state else None
+
+
+def _keep_tokenizer(model_folder: Path, run_dir: Path) -> None:
+    """So that `rollouts` reads the run without the model."""
+    target = run_dir / "tokenizer"
+    target.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (model_folder / name).exists():
+            shutil.copy(model_folder / name, target / name)

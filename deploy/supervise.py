@@ -1,0 +1,327 @@
+"""Runs a job on started Ray: starts the services, replaces what dies, drives the learner, evaluates, ends.
+
+One loop over pending Ray calls; each call names the method that takes its result. Nothing waits without a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from actors.rollout import EvaluationResult
+from buffer.replay import BufferStatus
+from common.config import RunConfig
+from common.errors import CanaryError, EngineDeadError, RunFailedError, SlipstreamError
+from common.types import Prompt
+from deploy.evaluation import EvaluationSchedule
+from deploy.progress import Progress
+from deploy.records import evaluation_record, update_record
+from deploy.run_dir import RunDir
+from deploy.services import Services
+from learner.loop import StartRecord, StepRecord
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5  # longest sleep of the loop
+STATUS_EVERY_S = 2.0
+STEP_WAIT_S = 2.0  # how long one learner call waits for a batch, so that a stop request is seen
+SAVE_LIMIT_S = 600.0
+RESTARTED = (RayActorError, EngineDeadError, CanaryError)  # deaths of an actor that a replacement mends
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """How a run ended without an error."""
+
+    reason: str  # "all updates done", "end of data" or "stopped"
+    completed_updates: int
+    restarts: int
+
+
+class Supervisor:
+    """One run, from the first service to the last.
+
+    Args:
+        config: with every `auto` decided.
+        services: starts and ends Ray actors.
+        run_dir: where records go.
+        progress: what a person sees.
+        held_out: prompts of the evaluations; empty: none.
+        stop_requested: asked often; true ends the run after the batch under way, with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        services: Services,
+        run_dir: RunDir,
+        progress: Progress,
+        held_out: Sequence[Prompt],
+        stop_requested: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._services = services
+        self._run_dir = run_dir
+        self._progress = progress
+        self._held_out = held_out
+        self._stop_requested = stop_requested
+        self._clock = clock
+        self._began = clock()
+        self._pending: dict[ray.ObjectRef, Callable[[ray.ObjectRef], None]] = {}
+        self._running: list[str] = []  # actors whose engine is up
+        self._restarts: dict[str, int] = {}
+        self._restart_at: dict[str, float] = {}
+        self._evaluations = EvaluationSchedule(config.evaluation.every_updates if held_out else None)
+        self._status: BufferStatus | None = None
+        self._status_at: float | None = None  # when to ask again; none while an answer is awaited
+        self._last_progress = clock()
+        self._updates = 0
+        self._version = 0
+        self._ending = ""  # reason, once no further step is wanted
+        self._done = False
+
+    def run(self, buffer_state: Mapping[str, Any] | None) -> RunEnd:
+        """Until the updates are done, the data ends, or a stop is requested.
+
+        Raises:
+            SlipstreamError: a service failed in a way that a restart does not mend; the first such error.
+        """
+        self._start(buffer_state)
+        while not self._done:
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=POLL_S) if self._pending else ([], [])
+            for ref in ready:
+                self._pending.pop(ref)(ref)
+            self._housekeeping()
+        return RunEnd(
+            reason=self._ending, completed_updates=self._updates, restarts=sum(self._restarts.values())
+        )
+
+    # Starting
+
+    def _start(self, buffer_state: Mapping[str, Any] | None) -> None:
+        config = self._config
+        self._progress.phase("starting the buffer")
+        buffer = self._services.start_buffer(buffer_state)
+        num_rows = self._get(buffer.start.remote(), "buffer", config.supervision.start_time_limit_s)
+        self._progress.phase(f"starting the learner and {config.rollout.num_actors} actors ({num_rows} prompts)")
+        self._start_learner()
+        for index in range(config.rollout.num_actors):
+            self._start_actor(f"actor-{index}")
+        self._watch_status()
+
+    def _start_learner(self) -> None:
+        handle = self._services.start_learner()
+        self._watch(handle.start.remote(), self._on_learner_started)
+
+    def _on_learner_started(self, ref: ray.ObjectRef) -> None:
+        started: StartRecord | None = self._learner_result(ref)
+        if started is None:
+            return
+        self._updates, self._version = started.completed_updates, started.version
+        source = f"restored from {started.checkpoint}" if started.checkpoint else "starting model"
+        self._event(
+            f"learner ready: {started.num_parameters:,} parameters, {started.num_trainable:,} trained, "
+            f"version {started.version}, {source}"
+        )
+        self._last_progress = self._clock()
+        self._next_step()
+
+    def _start_actor(self, actor_id: str) -> None:
+        handle = self._services.start_actor(actor_id)
+        self._watch(handle.start.remote(), lambda ref: self._on_actor_started(actor_id, handle, ref))
+
+    def _on_actor_started(self, actor_id: str, handle: ActorHandle, ref: ray.ObjectRef) -> None:
+        try:
+            process_id = ray.get(ref)
+        except RayError as error:
+            self._replace_actor(actor_id, error)
+            return
+        self._event(f"{actor_id} ready (process {process_id})")
+        self._running.append(actor_id)
+        self._watch(handle.run.remote(), lambda ref: self._on_actor_ended(actor_id, ref))
+
+    # Failures
+
+    def _on_actor_ended(self, actor_id: str, ref: ray.ObjectRef) -> None:
+        if actor_id in self._running:
+            self._running.remove(actor_id)
+        try:
+            ray.get(ref)
+        except RayError as error:
+            self._replace_actor(actor_id, error)
+
+    def _replace_actor(self, actor_id: str, error: RayError) -> None:
+        """Start another in its place, or end the run with the error when a restart would not help."""
+        cause = cause_of(error)
+        if not isinstance(cause, RESTARTED):
+            raise named(cause, actor_id) from error
+        self._services.end(actor_id)
+        lost = self._get(self._services.alive["buffer"].lose_actor.remote(actor_id), "buffer")
+        self._schedule_restart(actor_id, cause, f"{lost} leases went back")
+
+    def _schedule_restart(self, name: str, cause: BaseException, consequence: str) -> None:
+        limits = self._config.supervision
+        count = self._restarts.get(name, 0)
+        if count >= limits.max_restarts:
+            raise RunFailedError(
+                f"{name} died {count + 1} times (supervision.max_restarts = {limits.max_restarts}); the last time: {cause}"
+            )
+        self._restarts[name] = count + 1
+        pause = limits.restart_backoff_s * 2**count
+        self._restart_at[name] = self._clock() + pause
+        self._event(f"{name} died ({first_line(cause)}): {consequence}, replacement {count + 1} in {pause:.0f} s")
+
+    def _learner_result(self, ref: ray.ObjectRef) -> Any:
+        """Result of a learner call; none when the learner's process died and will be replaced."""
+        try:
+            return ray.get(ref)
+        except RayError as error:
+            cause = cause_of(error)
+            if not isinstance(cause, RayActorError):
+                raise named(cause, "learner") from error
+            self._services.end("learner")
+            self._schedule_restart("learner", cause, "going back to the newest checkpoint")
+            return None
+
+    # Training
+
+    def _next_step(self) -> None:
+        if self._stop_requested():
+            self._end("stopped")
+        elif self._updates >= self._config.max_updates:
+            self._end("all updates done")
+        else:
+            handle = self._services.alive["learner"]
+            self._watch(handle.step.remote(STEP_WAIT_S), self._on_step)
+
+    def _on_step(self, ref: ray.ObjectRef) -> None:
+        started_before = self._restarts.get("learner", 0)
+        record: StepRecord | None = self._learner_result(ref)
+        if self._restarts.get("learner", 0) > started_before:
+            return
+        if record is not None:
+            self._record_step(record)
+        if (record.is_last if record else self._get(self._services.alive["buffer"].end_of_data.remote(), "buffer")):
+            self._end("end of data")
+        else:
+            self._next_step()
+
+    def _record_step(self, record: StepRecord) -> None:
+        self._last_progress = self._clock()
+        self._updates, self._version = record.completed_updates, record.version
+        line = update_record(record, self._status, time_s=self._elapsed())
+        self._run_dir.record(line)
+        self._progress.update(line)
+        if record.checkpoint:
+            self._event(f"checkpoint {record.checkpoint}")
+
+    def _end(self, reason: str) -> None:
+        """No further step: save, evaluate what was reached, then stop the loop."""
+        self._ending = reason
+        handle = self._services.alive["learner"]
+        self._progress.phase("saving the last checkpoint")
+        self._event(f"checkpoint {self._get(handle.save.remote(), 'learner', SAVE_LIMIT_S)}")
+        self._get(self._services.alive["buffer"].stop_issuing.remote(), "buffer")
+        if self._held_out and reason != "stopped":
+            self._progress.phase("evaluating the final weights")
+
+    # Evaluation
+
+    def _evaluate_if_due(self) -> None:
+        """Start the evaluation that is due, on the next running actor, one at a time."""
+        if not self._running or self._evaluations.running or not self._held_out:
+            return
+        due = self._evaluations.due(self._updates, final=bool(self._ending))
+        if due is None:
+            return
+        actor_id = self._running[due % len(self._running)]
+        self._evaluations.start(due)
+        call = self._services.alive[actor_id].evaluate.remote(
+            list(self._held_out), self._version, self._config.evaluation.temperature, self._config.seed
+        )
+        self._watch(call, lambda ref: self._on_evaluated(due, ref))
+
+    def _on_evaluated(self, update: int, ref: ray.ObjectRef) -> None:
+        try:
+            result: EvaluationResult = ray.get(ref)
+        except RayError as error:
+            cause = cause_of(error)
+            if not isinstance(cause, RESTARTED):
+                raise named(cause, "evaluation") from error
+            self._evaluations.lost()  # with its actor, which is replaced; another one takes it
+            return
+        self._evaluations.finished()
+        record = evaluation_record(result, update=update, time_s=self._elapsed())
+        self._run_dir.record(record)
+        self._progress.evaluation(record)
+
+    # Housekeeping
+
+    def _housekeeping(self) -> None:
+        now = self._clock()
+        for name in [name for name, at in self._restart_at.items() if at <= now]:
+            del self._restart_at[name]
+            self._start_learner() if name == "learner" else self._start_actor(name)
+        if self._status_at is not None and now >= self._status_at:
+            self._watch_status()
+        self._evaluate_if_due()
+        if self._ending:
+            stopped = self._ending == "stopped" or not self._held_out
+            self._done = stopped or self._evaluations.complete(self._updates)
+        limit = self._config.supervision.stall_limit_s
+        if now - self._last_progress > limit:
+            missing = self._get(self._services.alive["buffer"].missing.remote(), "buffer")
+            raise RunFailedError(f"no batch was finished for {limit:.0f} s (supervision.stall_limit_s): {missing}")
+
+    def _watch_status(self) -> None:
+        self._status_at = None
+        self._watch(self._services.alive["buffer"].status.remote(), self._on_status)
+
+    def _on_status(self, ref: ray.ObjectRef) -> None:
+        status: BufferStatus = self._get(ref, "buffer")
+        self._status = status
+        self._progress.status(status, running=tuple(self._running))
+        if status.fatal:
+            raise RunFailedError(status.fatal)
+        self._status_at = self._clock() + STATUS_EVERY_S
+
+    def _get(self, ref: ray.ObjectRef, service: str, limit_s: float = 60.0) -> Any:
+        try:
+            return ray.get(ref, timeout=limit_s)
+        except RayError as error:
+            raise named(cause_of(error), service) from error
+
+    def _watch(self, ref: ray.ObjectRef, handler: Callable[[ray.ObjectRef], None]) -> None:
+        self._pending[ref] = handler
+
+    def _event(self, text: str) -> None:
+        log.info(text)
+        self._progress.event(text)
+        self._run_dir.record({"kind": "event", "time_s": self._elapsed(), "text": text})
+
+    def _elapsed(self) -> float:
+        return round(self._clock() - self._began, 3)
+
+
+def cause_of(error: RayError) -> BaseException:
+    """What a service raised, out of Ray's wrapping."""
+    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+
+
+def named(cause: BaseException, service: str) -> SlipstreamError:
+    """An error of ours as it is; anything else as a failed run that names the service."""
+    if isinstance(cause, SlipstreamError):
+        return cause
+    return RunFailedError(f"{service} failed: {type(cause).__name__}: {first_line(cause)}")
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,42 @@
+"""The learner as a Ray actor: builds the parts of a `TrainingLoop` and hosts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from buffer.client import RayLearnerLink
+from common.config import RunConfig
+from common.logs import log_to_file
+from learner.checkpoint import CheckpointStore
+from learner.loop import StartRecord, StepRecord, TrainingLoop
+from learner.publisher import Publisher
+from learner.update import Learner
+
+
+class LearnerService:
+    """Ray shell of `TrainingLoop`. Start it with `ray.remote`; see deploy/services.py."""
+
+    def __init__(self, config: RunConfig, model_folder: Path, run_dir: Path, buffer: ActorHandle) -> None:
+        log_to_file(run_dir, "learner")
+        self._loop = TrainingLoop(
+            config,
+            Learner(config, model_folder),
+            Publisher(Path(config.weights.folder), run_dir.name, node_id=ray.get_runtime_context().get_node_id()),
+            CheckpointStore(run_dir / "checkpoints", keep=config.checkpoint.keep),
+            RayLearnerLink(buffer),
+        )
+
+    def start(self) -> StartRecord:
+        return self._loop.start()
+
+    def step(self, wait_s: float) -> StepRecord | None:
+        return self._loop.step(wait_s)
+
+    def save(self) -> str:
+        return self._loop.save()
+
+    def close(self) -> None:
+        self._loop.close()
