@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class TrajectoryArchive:
         Args:
             outcome: `trained`, `dropped_stale` or another `dropped_…`, or `evaluation`.
             batch_id: the batch it was trained in; -1 for none.
-            version: the learner's weight version when it ended.
+            version: the learner's weight version when it was trained on, before the update, or when it was dropped.
         """
         if not self._pending:
             self._oldest_at = self._clock()
@@ -100,15 +100,13 @@ def part_files(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("part-*.parquet") if _number(path) >= 0), key=_number)
 
 
-def read_parts(
-    folder: Path, column_names: list[str] | None = None, *, newest_first: bool = False
-) -> Iterator[pa.Table]:
-    """The parts one by one, with the named columns or all. A part that cannot be read is left out with a warning."""
-    for path in reversed(part_files(folder)) if newest_first else part_files(folder):
-        try:
-            yield pq.read_table(path, columns=column_names, partitioning=None)
-        except (OSError, pa.ArrowException) as error:
-            log.warning("%s cannot be read and is left out: %s", path, error)
+def read_part(path: Path, column_names: list[str] | None = None) -> pa.Table | None:
+    """A part's rows with the named columns, or all; none, and a warning, when the file is damaged or gone."""
+    try:
+        return pq.read_table(path, columns=column_names, partitioning=None)
+    except (OSError, pa.ArrowException) as error:
+        log.warning("%s cannot be read and is left out: %s", path, error)
+        return None
 
 
 def _number(path: Path) -> int:
