@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
+from common.errors import ConfigError
 from common.imports import load_object
 
 Scorer = Callable[[str, str | None, Mapping[str, Any]], Any]
@@ -67,6 +68,8 @@ def load_scorer(function: str, import_dir: str) -> Scorer:
     if function in BUILT_IN:
         return BUILT_IN[function]
     scorer: Scorer = load_object(function, import_dir, setting="reward.function")
+    if not callable(scorer):
+        raise ConfigError(f"reward.function = {function!r} cannot be called: it is a {type(scorer).__name__}")
     return scorer
 
 

@@ -42,7 +42,7 @@ def to_prompt(values: Mapping[str, Any], prompt_id: str, *, prompt_column: str, 
 def hold_out(prompts: Sequence[Prompt], num_prompts: int, *, at_most: float) -> tuple[list[Prompt], list[Prompt]]:
     """Split off prompts that are not trained on. Returns those to train on, and those held out.
 
-    A prompt's content alone decides, by its hash: two rows with the same prompt are never on both sides, and neither the
+    The hash of a prompt's content alone decides: two rows with the same prompt are never on both sides, and neither the
     order of the rows nor the seed of the run matters. The held-out part has each content once.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -127,10 +128,9 @@ class ScriptedEngine:
         self._died.set()
 
     async def _sleep(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._died.wait(), seconds) if seconds else None
-        except TimeoutError:
-            pass
+        if seconds:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._died.wait(), seconds)
         if self._death is not None:
             raise self._death
 
@@ -198,10 +198,8 @@ class ScriptedLink:
             left = deadline - time.monotonic()
             if leases or newer or done or self.closing or left <= 0:
                 return Poll(leases=leases, manifest=newer, closing=done or self.closing)
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                pass
 
     async def heartbeat(self, actor_id: str, lease_ids: Sequence[LeaseId]) -> list[LeaseId]:
         self._meet("heartbeat", tuple(lease_ids))

@@ -184,7 +184,7 @@ def test_a_function_of_the_users_gives_rows(tmp_path: Path) -> None:
     module = tmp_path / "my_rows_module.py"
     module.write_text(
         "import numpy as np\n"
-        "def rows(count):\n    for i in range(count):\n        yield {'prompt': f'p{i}', 'answer': i, 'x': np.int64(i)}\n"
+        "def rows(count):\n    return ({'prompt': f'p{i}', 'answer': i, 'x': np.int64(i)} for i in range(count))\n"
         "def broken():\n    yield {'prompt': 'p'}\n    raise KeyError('gone')\n"
         "def wrong():\n    return ['text']\n"
     )
@@ -197,7 +197,7 @@ def test_a_function_of_the_users_gives_rows(tmp_path: Path) -> None:
     assert [(row.prompt_id, row.text, row.answer, row.row) for row in rows] == [
         (f"rows:{i + 1}", f"p{i}", str(i), {"x": i}) for i in range(3)
     ]
-    with pytest.raises(DataError, match=r"KeyError: 'gone' \(.*my_rows_module\.py, line 7\)"):
+    with pytest.raises(DataError, match=r"KeyError: 'gone' \(.*my_rows_module\.py, line 6\)"):
         load_function("broken")
     with pytest.raises(DataError, match="mapping of columns is wanted, not str"):
         load_function("wrong")
@@ -258,7 +258,7 @@ def test_built_in_tasks_have_two_parts() -> None:
     assert held_out[3].prompt_id == "sort-digits/held-out/3"
     assert train[17].answer == "".join(sorted(train[17].text[2:-1]))
     assert not {row.text for row in train} & {row.text for row in held_out}
-    sums = load("task:single-digit-sums")
+    sums = load("task:digit-sums")
     assert sums[0].messages[-1]["role"] == "user"
 
 
