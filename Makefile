@@ -52,7 +52,9 @@ $(VENV)/.venv:
 # for all of them. A pip that is set up to find the build by name does not need that index.
 $(VENV)/.torch: $(VENV)/.venv
 	@echo "==> 1/3 $(TORCH) (about 200 MB)"
-	$(PIP) install --no-deps "$(TORCH)" || $(PIP) install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
+	$(PIP) install --no-deps "$(TORCH)" || { \
+	    echo "==> pip does not know it by name (so the errors above are expected): trying PyTorch's CPU index"; \
+	    $(PIP) install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"; }
 	@touch $@
 
 $(VENV)/.cpu: $(VENV)/.torch deploy/lock/cpu.txt pyproject.toml
