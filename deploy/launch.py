@@ -14,10 +14,11 @@ from typing import Any
 from buffer.sources import load_rows
 from common.config import RunConfig
 from common.errors import SlipstreamError
+from deploy.placement import resolve_auto
 from deploy.progress import Progress
 from deploy.report import RunSummary, summarise, write_report
 from deploy.run_dir import RunDir
-from deploy.services import Services, count_gpus, ray_session, resolve_auto
+from deploy.services import Services, count_gpus, ray_session
 from deploy.supervise import RunEnd, Supervisor
 from learner.checkpoint import CheckpointStore
 from learner.model_cache import default_cache_dir
@@ -59,7 +60,7 @@ def train(config: RunConfig, run_dir: RunDir) -> RunSummary:
     Raises:
         SlipstreamError: the first error that no restart mends; it is the last line of logs/driver.log.
     """
-    with Progress() as progress, StopRequest().installed() as stop:
+    with Progress(config) as progress, StopRequest().installed() as stop:
         try:
             end = _run(config, run_dir, progress, stop)
         except SlipstreamError as error:
@@ -82,7 +83,9 @@ def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopReque
     _keep_tokenizer(model_folder, run_dir.path)
     held_out = ()
     if config.evaluation.num_prompts:
-        held_out = load_rows(config.data, seed=config.seed, split="held_out", evaluation=config.evaluation, import_dir=config.import_dir)
+        held_out = load_rows(
+            config.data, seed=config.seed, split="held_out", evaluation=config.evaluation, import_dir=config.import_dir
+        )
     progress.phase("starting Ray")
     with ray_session(config):
         resolved = resolve_auto(config, count_gpus())
@@ -99,7 +102,9 @@ def _buffer_state(run_dir: RunDir, config: RunConfig) -> Mapping[str, Any] | Non
     """What a new buffer of a resumed run must know: the newest checkpoint's state and the highest label published."""
     folder = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep).newest()
     state = read_counters(folder).buffer_state if folder else {}
-    return {**state, "highest_version": max(run_dir.highest_version(), state.get("highest_version", 0))} if state else None
+    return (
+        {**state, "highest_version": max(run_dir.highest_version(), state.get("highest_version", 0))} if state else None
+    )
 
 
 def _keep_tokenizer(model_folder: Path, run_dir: Path) -> None:

@@ -17,7 +17,7 @@ from actors.engine import engine_environment
 from actors.service import RolloutActorService
 from buffer.service import ReplayBufferService
 from common.config import RunConfig
-from common.errors import ResourceError
+from deploy.placement import CPUS
 from learner.service import LearnerService
 
 END_LIMIT_S = 10.0  # what a service gets to end by itself
@@ -47,39 +47,6 @@ def count_gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-def resolve_auto(config: RunConfig, num_gpus: int) -> RunConfig:
-    """Settings that say `auto`, decided by whether there are GPUs.
-
-    Raises:
-        ResourceError: the run asks for more GPUs than there are.
-    """
-    device = "cuda" if num_gpus else "cpu"
-    engine = config.engine.device if config.engine.device != "auto" else device
-    learner = config.learner.device if config.learner.device != "auto" else device
-    needed = config.rollout.num_actors * config.engine.tensor_parallel_size * (engine == "cuda") + (learner == "cuda")
-    if needed > num_gpus:
-        raise ResourceError(
-            f"{config.rollout.num_actors} actors (engine.device = {engine}) and the learner (learner.device = {learner}) "
-            f"need {needed} GPUs and Ray has {num_gpus}: lower rollout.num_actors, or set a device to cpu"
-        )
-    changes: dict[str, dict[str, Any]] = {
-        "engine": {"device": engine, "kind": _or(config.engine.kind, "async" if engine == "cuda" else "in_process")},
-        "learner": {"device": learner, "layout": _or(config.learner.layout, "packed" if learner == "cuda" else "rows")},
-        "weights": {
-            "transport": _or(
-                config.weights.transport, "nccl" if engine == learner == "cuda" else "shared_memory"
-            )
-        },
-    }
-    return config.model_copy(
-        update={table: getattr(config, table).model_copy(update=values) for table, values in changes.items()}
-    )
-
-
-def _or(chosen: str, automatic: str) -> str:
-    return automatic if chosen == "auto" else chosen
-
-
 @dataclass
 class Services:
     """Starts and ends the Ray actors of one run."""
@@ -90,12 +57,12 @@ class Services:
     alive: dict[str, ActorHandle] = field(default_factory=dict)  # by name
 
     def start_buffer(self, state: Mapping[str, Any] | None) -> ActorHandle:
-        options = {"num_cpus": 0.1, "max_concurrency": 1024}
+        options = {"num_cpus": CPUS["buffer"], "max_concurrency": 1024}
         return self._start("buffer", ReplayBufferService, options, self.config, self.run_dir, state)
 
     def start_learner(self) -> ActorHandle:
         gpu = self.config.learner.device == "cuda"
-        options = {"num_cpus": 1 if gpu else 0.5, "num_gpus": int(gpu)}
+        options = {"num_cpus": CPUS["learner on GPU" if gpu else "learner"], "num_gpus": int(gpu)}
         environment = {
             "OMP_NUM_THREADS": str(self.config.learner.num_threads),
             "MKL_NUM_THREADS": str(self.config.learner.num_threads),
@@ -106,7 +73,7 @@ class Services:
     def start_actor(self, actor_id: str) -> ActorHandle:
         gpu = self.config.engine.device == "cuda"
         options = {
-            "num_cpus": 1 if gpu else 0.5,
+            "num_cpus": CPUS["actor on GPU" if gpu else "actor"],
             "num_gpus": self.config.engine.tensor_parallel_size if gpu else 0,
             "max_concurrency": 64,
         }
@@ -130,7 +97,12 @@ class Services:
             self.end(name)
 
     def _start(
-        self, name: str, cls: type, options: dict[str, Any], *arguments: Any, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        cls: type,
+        options: dict[str, Any],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
     ) -> ActorHandle:
         variables = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **(environment or {})}
         remote = ray.remote(**options)(cls)
