@@ -8,11 +8,11 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from actors.engine import EngineSettings
-from actors.engine_setup import engine_arguments, import_vllm
+from actors.engine_setup import CANARY_PRIORITY, described, engine_arguments, import_vllm
 from common.errors import EngineDeadError
 
 Command = Callable[[], None]  # run by the engine's thread between two steps; an exception ends the engine
@@ -37,26 +37,24 @@ class InProcessDriver:
         self._thread.start()
         await self._ready
 
-    async def generate(self, prompt_ids: list[int], params: Any, priority: int) -> Any:
-        if self._ended.done():
-            raise self._death()
-        request_id = next(self._request_ids)
-        future = self._loop.create_future()
-        self._pending[request_id] = future
-        self._submit(lambda: self._add(request_id, prompt_ids, params, priority))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._submit(lambda: self._llm.abort_request([request_id]))
-            raise
-        finally:
-            del self._pending[request_id]
+    async def generate(self, prompt_ids: list[int], params: Any) -> Any:
+        request_id, future = self._expect()
+        self._submit(lambda: self._add(request_id, prompt_ids, params))
+        return await self._answer(request_id, future)
 
-    async def switch_weights(self, update_info: dict[str, Any], version: int) -> float:
-        future: asyncio.Future[float] = self._loop.create_future()
-        self._submit(lambda: self._switch(future, update_info, version))
-        stall_s: float = await self._while_alive(future)
-        return stall_s
+    async def switch_weights(
+        self, update_info: dict[str, Any], version: int, canary_ids: list[int], canary_params: Any
+    ) -> tuple[float, Awaitable[Any]]:
+        canary_id, canary = self._expect()
+        switched: asyncio.Future[float] = self._loop.create_future()
+
+        def switch() -> None:
+            stall_s = self._switch(update_info, version)
+            self._add(canary_id, canary_ids, canary_params, CANARY_PRIORITY)
+            self._post(_resolve, switched, stall_s)
+
+        self._submit(switch)
+        return await self._while_alive(switched), self._answer(canary_id, canary)
 
     async def call_workers(self, method: str, **kwargs: Any) -> None:
         future: asyncio.Future[None] = self._loop.create_future()
@@ -79,6 +77,22 @@ class InProcessDriver:
 
     # In the loop.
 
+    def _expect(self) -> tuple[str, asyncio.Future[Any]]:
+        if self._ended.done():
+            raise self._death()
+        request_id = next(self._request_ids)
+        self._pending[request_id] = self._loop.create_future()
+        return request_id, self._pending[request_id]
+
+    async def _answer(self, request_id: str, future: asyncio.Future[Any]) -> Any:
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._submit(lambda: self._llm.abort_request([request_id]))
+            raise
+        finally:
+            del self._pending[request_id]
+
     def _submit(self, command: Command) -> None:
         # A command given after the thread has ended is never run; `_ended` tells whoever waits for it.
         self._commands.put(command)
@@ -90,7 +104,9 @@ class InProcessDriver:
         raise self._death()
 
     def _death(self) -> EngineDeadError:
-        return EngineDeadError(f"vLLM's engine died: {self._error!r}" if self._error else "vLLM's engine was stopped")
+        return EngineDeadError(
+            f"vLLM's engine died: {described(self._error)}" if self._error else "vLLM's engine was stopped"
+        )
 
     def _finish(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -147,7 +163,7 @@ class InProcessDriver:
                 if outputs:
                     self._post(self._finish, outputs)
 
-    def _add(self, request_id: str, prompt_ids: list[int], params: Any, priority: int) -> None:
+    def _add(self, request_id: str, prompt_ids: list[int], params: Any, priority: int = 0) -> None:
         from vllm.inputs.engine import tokens_input
 
         try:
@@ -159,7 +175,7 @@ class InProcessDriver:
         if (future := self._pending.get(request_id)) is not None:
             _reject(future, error)
 
-    def _switch(self, future: asyncio.Future[float], update_info: dict[str, Any], version: int) -> None:
+    def _switch(self, update_info: dict[str, Any], version: int) -> float:
         started = time.perf_counter()
         # Between two steps nothing runs: this is the pause. Requests go back to the queue, their KV is dropped.
         self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -167,7 +183,7 @@ class InProcessDriver:
         self._llm.collective_rpc("update_weights", kwargs={"update_info": update_info})
         self._llm.collective_rpc("finish_weight_update")
         self._llm.set_weight_version(str(version))
-        self._post(_resolve, future, time.perf_counter() - started)
+        return time.perf_counter() - started
 
     def _stop(self) -> None:
         self._stopping = True
@@ -197,3 +213,4 @@ def _resolve(future: asyncio.Future[Any], result: Any) -> None:
 def _reject(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+        future.exception()  # counts as retrieved: whoever waited may have left

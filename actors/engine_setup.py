@@ -14,6 +14,8 @@ from actors.publication import Checkpoint
 from common.errors import ConfigError, ResourceError
 from common.weights import ITEM_BYTES
 
+CANARY_PRIORITY = -1  # before everything that waits; all other requests have 0
+
 
 def check_machine(settings: EngineSettings, checkpoint: Checkpoint) -> None:
     """Refuse early, and in plain words, what vLLM would fail at late.
@@ -56,6 +58,11 @@ def _check_weights_folder(folder: str, needed: int) -> None:
             f"weights.folder {folder} has {size / 2**20:.0f} MiB, two publications of this model need "
             f"{needed / 2**20:.0f} MiB; make it larger (/dev/shm of a container: --shm-size) or set another folder"
         )
+
+
+def described(error: BaseException) -> str:
+    """Kind and words of an error of vLLM's, for our own message."""
+    return f"{type(error).__name__}: {error}"
 
 
 def import_vllm(settings: EngineSettings) -> None:

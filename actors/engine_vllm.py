@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engine import EngineSettings, Generation, GenerationRequest, WeightUpdate, engine_environment
-from actors.engine_setup import check_machine
+from actors.engine_setup import check_machine, described
 from actors.publication import check_bytes, check_contents, read_checkpoint
 from common.errors import (
     CanaryError,
@@ -29,7 +29,6 @@ from common.weights import WeightManifest
 T = TypeVar("T")
 
 CANARY_TIME_LIMIT_S = 300.0
-CANARY_PRIORITY = -1  # before everything that waits; all other requests have 0
 
 
 class Driver(Protocol):
@@ -39,14 +38,17 @@ class Driver(Protocol):
         """Load the model and label it version 0."""
         ...
 
-    async def generate(self, prompt_ids: list[int], params: Any, priority: int) -> Any:
+    async def generate(self, prompt_ids: list[int], params: Any) -> Any:
         """vLLM's final RequestOutput. `params` are SamplingParams; cancelling aborts the request."""
         ...
 
-    async def switch_weights(self, update_info: dict[str, Any], version: int) -> float:
-        """Pause with requests kept and KV dropped, load, label, resume; seconds in which nothing was generated.
+    async def switch_weights(
+        self, update_info: dict[str, Any], version: int, canary_ids: list[int], canary_params: Any
+    ) -> tuple[float, Awaitable[Any]]:
+        """Pause with requests kept and KV dropped, load, label, resume; the canary is scheduled before all else.
 
-        After an exception the engine serves nothing any more.
+        Returns seconds in which nothing was generated, and the canary's RequestOutput to be awaited. After an exception
+        the engine serves nothing any more.
         """
         ...
 
@@ -98,13 +100,14 @@ class VllmEngine:
         except ValueError as error:  # vLLM's word for a model or a setting that it cannot use
             raise ModelError(f"vLLM cannot use the model at {settings.model_path}: {error}") from error
         except Exception as error:
-            raise EngineDeadError(f"vLLM did not start with the model at {settings.model_path}: {error!r}") from error
+            raise EngineDeadError(
+                f"vLLM did not start with the model at {settings.model_path}: {described(error)}"
+            ) from error
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self._require_usable()
-        self._check_request(request)
-        params = _sampling_params(request)
-        output = await self._unless_dead(self._driver.generate(list(request.prompt_ids), params, 0))
+        prompt_ids = self._check_request(request)
+        output = await self._unless_dead(self._driver.generate(prompt_ids, _sampling_params(request)))
         try:
             generation = _to_generation(request.request_id, output)
         except EngineDeadError as error:
@@ -120,9 +123,8 @@ class VllmEngine:
             self._require_usable()
             if not 2 <= len(token_ids) < self._settings.max_model_len:
                 raise ValueError(f"{len(token_ids)} tokens to score: needs 2 to {self._settings.max_model_len - 1}")
-            self._check_tokens("score", token_ids)
-            logprobs, _ = await self._unless_dead(self._score(token_ids, 0))
-            return logprobs
+            ids = self._check_tokens("score", token_ids)
+            return _prompt_logprobs(await self._unless_dead(self._driver.generate(ids, _scoring_params())))
 
     async def load_weights(self, manifest: WeightManifest, payload: Mapping[str, Any] | None = None) -> WeightUpdate:
         self._require_usable()
@@ -152,14 +154,17 @@ class VllmEngine:
             # Before the switch: no generation may slip through between the first new token and the canary.
             self._unconfirmed = _Unconfirmed(manifest.version)
             try:
-                stall_s = await self._unless_dead(self._driver.switch_weights(update_info, manifest.version))
+                stall_s, canary = await self._unless_dead(
+                    self._driver.switch_weights(
+                        update_info, manifest.version, list(manifest.canary.token_ids), _scoring_params()
+                    )
+                )
+                resumed = time.perf_counter()
+                canary_error = await self._prove(manifest, canary)
             except SlipstreamError:
                 raise
             except Exception as error:
-                self._die(EngineDeadError(f"version {manifest.version}: loading broke off: {error!r}"))
-                self._raise_failure()
-            resumed = time.perf_counter()
-            canary_error = await self._prove(manifest)
+                self._fail(EngineDeadError(f"version {manifest.version}: loading broke off: {described(error)}"))
             self._weight_version = manifest.version
             self._unconfirmed.confirmed.set()
             self._unconfirmed = None
@@ -183,40 +188,28 @@ class VllmEngine:
         await asyncio.to_thread(check_bytes, manifest, self._checkpoint)
         return {"path": manifest.path, "tensors": [asdict(spec) for spec in manifest.tensors]}
 
-    async def _prove(self, manifest: WeightManifest) -> float:
+    async def _prove(self, manifest: WeightManifest, canary_output: Awaitable[Any]) -> float:
         """Largest difference between the engine's and the learner's log-probs of the canary, within the tolerance."""
-        canary, version = manifest.canary, manifest.version
+        version, expected = manifest.version, manifest.canary.logprobs
         try:
-            logprobs, served = await asyncio.wait_for(
-                self._unless_dead(self._score(canary.token_ids, CANARY_PRIORITY)), CANARY_TIME_LIMIT_S
-            )
+            output = await asyncio.wait_for(self._unless_dead(canary_output), CANARY_TIME_LIMIT_S)
         except TimeoutError:
-            self._die(CanaryError(f"version {version}: no answer to the canary in {CANARY_TIME_LIMIT_S:.0f} s"))
-            self._raise_failure()
-        differences = np.abs(logprobs - np.asarray(canary.logprobs, np.float32))
+            self._fail(CanaryError(f"version {version}: no answer to the canary in {CANARY_TIME_LIMIT_S:.0f} s"))
+        if (served := output.outputs[0].weight_versions[0].version) != str(version):
+            self._fail(CanaryError(f"version {version}: the canary was served by version {served}"))
+        logprobs = _prompt_logprobs(output)
+        differences = np.abs(logprobs - np.asarray(expected, np.float32))
         worst = int(np.argmax(differences))  # the first NaN, if there is one
         error = float(differences[worst])
-        if served != version:
-            self._die(CanaryError(f"version {version}: the canary was served by version {served}"))
-        elif not error <= self._settings.canary_atol:
-            self._die(
+        if not error <= self._settings.canary_atol:
+            self._fail(
                 CanaryError(
                     f"version {version}: log-prob of canary token {worst + 1} is {logprobs[worst]:.6g}, the learner's "
-                    f"{canary.logprobs[worst]:.6g}; allowed difference {self._settings.canary_atol:g}. "
-                    "The engine does not hold the learner's weights and must be replaced"
+                    f"{expected[worst]:.6g}; allowed difference {self._settings.canary_atol:g}. The engine does not "
+                    "hold the learner's weights and must be replaced"
                 )
             )
-        if self._failure is not None:
-            self._raise_failure()
         return error
-
-    async def _score(self, token_ids: Sequence[int], priority: int) -> tuple[NDArray[np.float32], int]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        output = await self._driver.generate(list(token_ids), params, priority)
-        logprobs = np.asarray(output.prompt_logprobs.logprobs, np.float32)  # [n - 1]: the first token has none
-        return logprobs, int(output.outputs[0].weight_versions[-1].version)
 
     async def _unless_dead(self, work: Awaitable[T]) -> T:
         """Result of `work`; raises the engine's failure as soon as there is one, and then gives `work` up."""
@@ -229,8 +222,7 @@ class VllmEngine:
             try:
                 return task.result()
             except EngineDeadError as error:
-                self._die(error)
-                self._raise_failure()
+                self._fail(error)
         finally:
             task.cancel()
             dead.cancel()
@@ -240,6 +232,10 @@ class VllmEngine:
             self._failure = failure
             self._dead.set()
 
+    def _fail(self, failure: SlipstreamError) -> NoReturn:
+        self._die(failure)
+        self._raise_failure()
+
     def _raise_failure(self) -> NoReturn:
         assert self._failure is not None
         raise type(self._failure)(str(self._failure)) from self._failure
@@ -248,19 +244,21 @@ class VllmEngine:
         if self._failure is not None:
             raise EngineDeadError(f"the engine refuses work: {self._failure}") from self._failure
 
-    def _check_request(self, request: GenerationRequest) -> None:
+    def _check_request(self, request: GenerationRequest) -> list[int]:
         n, limit = len(request.prompt_ids), self._settings.max_model_len
         if n < 1 or request.max_new_tokens < 1 or n + request.max_new_tokens > limit:
             raise ValueError(
                 f"request {request.request_id}: {n} prompt tokens and {request.max_new_tokens} new ones; needs one of "
                 f"each at least, together at most {limit}"
             )
-        self._check_tokens(f"request {request.request_id}", request.prompt_ids)
+        return self._check_tokens(f"request {request.request_id}", request.prompt_ids)
 
-    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
+    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> list[int]:
         # vLLM would look the token up beyond the embedding, which ends the engine.
-        if min(token_ids) < 0 or max(token_ids) >= self._checkpoint.vocab_size:
+        ids = [int(token) for token in token_ids]
+        if min(ids) < 0 or max(ids) >= self._checkpoint.vocab_size:
             raise ValueError(f"{what}: a token is outside the vocabulary of {self._checkpoint.vocab_size}")
+        return ids
 
 
 def _make_driver(settings: EngineSettings) -> Driver:
@@ -289,6 +287,25 @@ def _sampling_params(request: GenerationRequest) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _scoring_params() -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _prompt_logprobs(output: Any) -> NDArray[np.float32]:
+    """[n - 1]: the first of the n prompt tokens has none."""
+    return np.asarray(output.prompt_logprobs.logprobs, np.float32)
 
 
 def _to_generation(request_id: str, output: Any) -> Generation:

@@ -20,7 +20,7 @@ from common.weights import Canary, TensorSpec, WeightManifest
 T = TypeVar("T")
 
 VOCAB_SIZE = 128
-MAX_MODEL_LEN = 192
+MAX_MODEL_LEN = 384
 CANARY_IDS = tuple(range(3, 27))
 
 
