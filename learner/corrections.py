@@ -29,7 +29,11 @@ def fresh_tokens(weight_versions: Tensor, current_version: int, bound: int) -> T
 
 
 def truncated_weights(log_ratios: Tensor, *, cap: float, floor: float = 0.0) -> Tensor:
-    """TIS: clamp(rho, floor, cap), as ratios; 0 where the log ratio is not finite. cap 2 is usual."""
+    """clamp(rho, floor, cap), as ratios; 0 where the log ratio is not finite.
+
+    TIS with a cap, usually of 2. With cap = inf the weight of decoupled PPO, beside a clip of the *proximal* ratio
+    (AReaL, arXiv 2505.24298).
+    """
     safe, finite = finite_log_ratio(log_ratios.detach())
     return torch.where(finite, safe.exp().clamp(floor, cap), 0.0)
 
@@ -40,16 +44,10 @@ def banded_weights(log_ratios: Tensor, band: Band) -> Tensor:
     return torch.where(finite & band.contains(log_ratios, closed=True), safe.exp(), 0.0)
 
 
-def decoupled_weights(log_ratios: Tensor) -> Tensor:
-    """Decoupled PPO: rho itself, 0 where not finite, beside a clip of the *proximal* ratio. Source: arXiv 2505.24298."""
-    safe, finite = finite_log_ratio(log_ratios.detach())
-    return torch.where(finite, safe.exp(), 0.0)
-
-
 def low_k3_sequences(log_ratios: Tensor, seq_ids: Tensor, loss_mask: Tensor, max_k3: float) -> Tensor:
-    """[N] bool: the mean of rho - 1 - log rho over the token's sequence is at most `max_k3` nats (usual: 1e-3 to 1e-2)."""
-    x = log_ratios.detach()
-    k3 = torch.expm1(x.clamp(max=60.0)) - x  # not finite: NaN or inf, which no bound admits
+    """[N] bool: the mean of rho - 1 - log rho over the token's sequence is at most `max_k3` nats (0.001 to 0.01)."""
+    safe, finite = finite_log_ratio(log_ratios.detach())
+    k3 = torch.where(finite, torch.expm1(safe) - safe, math.inf)  # inf: rejects the sequence
     return (segment_mean(k3, seq_ids, loss_mask) <= max_k3)[seq_ids]
 
 

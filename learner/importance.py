@@ -77,6 +77,25 @@ def at_level(log_ratios: Tensor, seq_ids: Tensor, loss_mask: Tensor, level: Leve
     return log_ratios - log_ratios.detach() + mean.detach()
 
 
+def ratio_metrics(log_ratios: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    """How far a ratio is from 1: sums that add up over micro-batches and ranks; divide by `ratio/tokens` to show.
+
+    Returns:
+        Over the tokens of loss_mask whose log ratio x is finite: their number, and the sums of x, |x|, x^2 (the second
+        moment of M2PO) and exp(x) - 1 - x (k3 of reference against current policy, nats). And how many are not finite.
+    """
+    finite = loss_mask & torch.isfinite(log_ratios.detach())
+    x = torch.where(finite, log_ratios.detach(), 0.0).double()
+    return {
+        "ratio/tokens": finite.sum(),
+        "ratio/nonfinite_tokens": (loss_mask & ~finite).sum(),
+        "ratio/log_sum": x.sum(),
+        "ratio/abs_log_sum": x.abs().sum(),
+        "ratio/squared_log_sum": x.square().sum(),
+        "ratio/k3_sum": (torch.expm1(x.clamp(max=MAX_LOG_RATIO)) - x).sum(),
+    }
+
+
 class Band(NamedTuple):
     """Interval of ratios, kept as logarithms; each end is a number or one value per token ([N]).
 
