@@ -18,7 +18,9 @@ FROM_ENVIRONMENT = "environment"  # reward.function that leaves scoring to the e
 def engine_settings(config: RunConfig, model_folder: Path) -> EngineSettings:
     """The engine's part of a config whose `auto` settings are decided."""
     engine, rollout = config.engine, config.rollout
-    assert engine.kind != "auto" and engine.device != "auto" and config.weights.transport != "auto"
+    assert engine.kind != "auto"
+    assert engine.device != "auto"
+    assert config.weights.transport != "auto"
     return EngineSettings(
         model_path=str(model_folder),
         kind=engine.kind,

@@ -22,7 +22,9 @@ from common.weights import WeightManifest
 class RolloutActorService:
     """Ray shell of `RolloutWorker`. Start it with `ray.remote`; see deploy/services.py."""
 
-    def __init__(self, actor_id: str, config: RunConfig, model_folder: Path, run_dir: Path, buffer: ActorHandle) -> None:
+    def __init__(
+        self, actor_id: str, config: RunConfig, model_folder: Path, run_dir: Path, buffer: ActorHandle
+    ) -> None:
         log_to_file(run_dir, actor_id)
         node_id = ray.get_runtime_context().get_node_id()
         cache = NodeCache(Path(config.weights.folder), node_id, fetch=_fetch_from_node)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from buffer.archive import TrajectoryArchive
 from buffer.prompts import PromptSource
 from buffer.replay import ReplayBuffer, ReplaySettings
 from buffer.sources import load_rows
@@ -48,6 +47,8 @@ def build_buffer(
         DataError: the data set is missing, empty or malformed.
         ConfigError: a setting of the buffer cannot work.
     """
-    rows = load_rows(config.data, seed=config.seed, split="train", evaluation=config.evaluation, import_dir=config.import_dir)
+    rows = load_rows(
+        config.data, seed=config.seed, split="train", evaluation=config.evaluation, import_dir=config.import_dir
+    )
     prompts = PromptSource(rows, seed=config.seed, epochs=config.data.epochs)
     return ReplayBuffer(replay_settings(config), prompts, clock, state=state)

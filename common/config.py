@@ -414,8 +414,6 @@ def impossible_combinations(config: RunConfig) -> list[str]:
             f'algorithm.value = "{algorithm.value}" is not used by algorithm.advantage = "{algorithm.advantage}": '
             'set algorithm.value = "none"'
         )
-    if algorithm.advantage != "gae" and config.value.warmup_batches:
-        problems.append("value.warmup_batches trains a value function, and this recipe has none: set it to 0")
     if algorithm.trust_region == "none" and config.staleness.bound > 0:
         problems.append(
             f'algorithm.trust_region = "none" with staleness.bound = {config.staleness.bound} trains on stale tokens '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+
 class EvaluationSchedule:
     """Before the first update, every so many updates, and after the last; one at a time.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,16 +14,15 @@ from typing import Any
 from buffer.sources import load_rows
 from common.config import RunConfig
 from common.errors import SlipstreamError
+from common.types import Prompt
 from deploy.placement import resolve_auto
 from deploy.progress import Progress
 from deploy.report import RunSummary, summarise, write_report
 from deploy.run_dir import RunDir
 from deploy.services import Services, count_gpus, ray_session
 from deploy.supervise import RunEnd, Supervisor
-from learner.checkpoint import CheckpointStore
 from learner.model_cache import default_cache_dir
 from learner.models import resolve_model
-from learner.state import read_counters
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopReque
         config.model.path, seed=config.seed, cache_dir=default_cache_dir(), report=progress.event
     )
     _keep_tokenizer(model_folder, run_dir.path)
-    held_out = ()
+    held_out: Sequence[Prompt] = ()
     if config.evaluation.num_prompts:
         held_out = load_rows(
             config.data, seed=config.seed, split="held_out", evaluation=config.evaluation, import_dir=config.import_dir
@@ -100,11 +99,16 @@ def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopReque
 
 def _buffer_state(run_dir: RunDir, config: RunConfig) -> Mapping[str, Any] | None:
     """What a new buffer of a resumed run must know: the newest checkpoint's state and the highest label published."""
+    if not run_dir.holds_run:
+        return None
+    from learner.checkpoint import CheckpointStore  # imports torch, which a new run's driver needs not
+    from learner.state import read_counters
+
     folder = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep).newest()
-    state = read_counters(folder).buffer_state if folder else {}
-    return (
-        {**state, "highest_version": max(run_dir.highest_version(), state.get("highest_version", 0))} if state else None
-    )
+    if folder is None:
+        return None
+    state = read_counters(folder).buffer_state
+    return {**state, "highest_version": max(run_dir.highest_version(), state["highest_version"])}
 
 
 def _keep_tokenizer(model_folder: Path, run_dir: Path) -> None:

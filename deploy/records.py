@@ -5,7 +5,7 @@ from __future__ import annotations
 from actors.evaluation import EvaluationResult
 from buffer.status import BufferStatus
 from deploy.run_dir import Record
-from learner.loop import StepRecord
+from learner.steps import StepRecord
 
 
 def update_record(step: StepRecord, status: BufferStatus | None, *, time_s: float) -> Record:

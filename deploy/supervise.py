@@ -25,7 +25,7 @@ from deploy.progress import Progress
 from deploy.records import evaluation_record, update_record
 from deploy.run_dir import RunDir
 from deploy.services import Services
-from learner.loop import StartRecord, StepRecord
+from learner.steps import StartRecord, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,7 @@ class Supervisor:
             for ref in ready:
                 self._pending.pop(ref)(ref)
             self._housekeeping()
-        return RunEnd(
-            reason=self._ending, completed_updates=self._updates, restarts=sum(self._restarts.values())
-        )
+        return RunEnd(reason=self._ending, completed_updates=self._updates, restarts=sum(self._restarts.values()))
 
     # Starting
 
@@ -172,7 +170,8 @@ class Supervisor:
         count = self._restarts.get(name, 0)
         if count >= limits.max_restarts:
             raise RunFailedError(
-                f"{name} died {count + 1} times (supervision.max_restarts = {limits.max_restarts}); the last time: {cause}"
+                f"{name} died {count + 1} times (supervision.max_restarts = {limits.max_restarts}); "
+                f"the last time: {cause}"
             )
         self._restarts[name] = count + 1
         pause = limits.restart_backoff_s * 2**count
@@ -209,7 +208,7 @@ class Supervisor:
             return
         if record is not None:
             self._record_step(record)
-        if (record.is_last if record else self._get(self._services.alive["buffer"].end_of_data.remote(), "buffer")):
+        if record.is_last if record else self._get(self._services.alive["buffer"].end_of_data.remote(), "buffer"):
             self._end("end of data")
         else:
             self._next_step()
@@ -313,7 +312,8 @@ class Supervisor:
 
 def cause_of(error: RayError) -> BaseException:
     """What a service raised, out of Ray's wrapping."""
-    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    cause: BaseException | None = error.cause if isinstance(error, RayTaskError) else None
+    return error if cause is None else cause
 
 
 def named(cause: BaseException, service: str) -> SlipstreamError:

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 from buffer.links import LearnerLink
 from common.config import RunConfig
 from common.types import BatchId, BatchOutcome, WeightVersion
 from learner.checkpoint import CheckpointStore
 from learner.publisher import Publisher
+from learner.steps import StartRecord, StepRecord
 from learner.update import Learner
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """What one batch did."""
-
-    outcome: BatchOutcome
-    completed_updates: int
-    version: WeightVersion  # after the batch
-    metrics: dict[str, float]
-    is_last: bool  # the data ended with this batch
-    checkpoint: str = ""  # folder, when one was saved
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartRecord:
-    """What the learner starts from."""
-
-    completed_updates: int
-    version: WeightVersion
-    checkpoint: str  # folder it was restored from; empty: the starting model
-    num_parameters: int
-    num_trainable: int
 
 
 class TrainingLoop:
@@ -101,6 +78,7 @@ class TrainingLoop:
             version=WeightVersion(self._learner.weight_version),
             metrics=metrics,
             is_last=batch.is_last,
+            reason=result.reason,
             checkpoint=self._save_if_due(),
         )
 

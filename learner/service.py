@@ -10,10 +10,7 @@ from ray.actor import ActorHandle
 from buffer.client import RayLearnerLink
 from common.config import RunConfig
 from common.logs import log_to_file
-from learner.checkpoint import CheckpointStore
-from learner.loop import StartRecord, StepRecord, TrainingLoop
-from learner.publisher import Publisher
-from learner.update import Learner
+from learner.steps import StartRecord, StepRecord
 
 
 class LearnerService:
@@ -21,6 +18,12 @@ class LearnerService:
 
     def __init__(self, config: RunConfig, model_folder: Path, run_dir: Path, buffer: ActorHandle) -> None:
         log_to_file(run_dir, "learner")
+        # Here, in the learner's own process: the driver, which names this class, needs no torch.
+        from learner.checkpoint import CheckpointStore
+        from learner.loop import TrainingLoop
+        from learner.publisher import Publisher
+        from learner.update import Learner
+
         self._loop = TrainingLoop(
             config,
             Learner(config, model_folder),
