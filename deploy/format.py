@@ -35,6 +35,6 @@ def arrow(before: float | None, after: float | None) -> str:
     return f"{before:.3f}" if after is None else f"{before:.3f} → {after:.3f}"
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 prompt`, `1,200 prompts`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """`1 prompt`, `1,200 prompts`; `nouns` where an s does not do."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"

@@ -55,3 +55,4 @@ def test_change_is_an_arrow_when_there_are_two_values() -> None:
 
 def test_nouns_agree_with_their_number() -> None:
     assert [plural(n, "prompt") for n in (0, 1, 1200)] == ["0 prompts", "1 prompt", "1,200 prompts"]
+    assert [plural(n, "batch", "batches") for n in (1, 2)] == ["1 batch", "2 batches"]
