@@ -132,7 +132,7 @@ def _other_settings(folder: Path, what: str) -> ConfigError:
 
 
 def _load_policy(learner: Learner, folder: Path) -> None:
-    saved = load_model(folder / POLICY_FOLDER, Compute(torch.device("cpu"), torch.float32, "sdpa"))
+    saved = load_model(folder / POLICY_FOLDER, Compute(torch.device("cpu"), torch.float32))
     learner.policy.model.load_state_dict(saved.state_dict())
 
 

@@ -21,7 +21,7 @@ from learner.batching import MicroBatch
 
 disable_progress_bar()  # log files are not terminals
 
-Attention = Literal["sdpa", "flash_attention_2", "flex_attention"]  # names of transformers
+Attention = Literal["flash_attention_2", "flex_attention"]  # names of transformers
 
 OBSOLETE_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry and no model loads
 
@@ -32,7 +32,7 @@ class Compute:
 
     device: torch.device
     dtype: torch.dtype  # float32, or what autocast computes in; parameters are float32 either way
-    attention: Attention
+    attention: Attention | None = None  # none: torch's, where the model has it
 
 
 def load_model(folder: Path, compute: Compute) -> Any:

@@ -374,7 +374,7 @@ def choose_compute(config: RunConfig, device: torch.device, layout: Layout) -> C
     """bfloat16 on GPUs if that is what engines serve; on CPUs it is slower than float32."""
     dtype = torch.bfloat16 if device.type == "cuda" and config.model.dtype == "bfloat16" else torch.float32
     if layout == "rows" or device.type == "cpu":
-        return Compute(device, dtype, "sdpa")
+        return Compute(device, dtype)
     return Compute(device, dtype, "flash_attention_2" if _has_flash_attention(config, device) else "flex_attention")
 
 

@@ -53,7 +53,7 @@ class ValueModel:
         embedding = model.get_input_embeddings()
         if freeze_attention:
             embedding.requires_grad_(False)
-            _freeze_attention(self._trunk.module)
+            freeze_attention_of(self._trunk.module)
         self._head = nn.Linear(embedding.weight.shape[1], 1, device=compute.device)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
@@ -104,7 +104,7 @@ class PolicyHead:
         return self._head.named_parameters()
 
 
-def _freeze_attention(module: nn.Module) -> None:
+def freeze_attention_of(module: nn.Module) -> None:
     inside = [parameter for name, parameter in module.named_parameters() if not ATTENTION.isdisjoint(name.split("."))]
     if not inside:
         raise ModelError(
