@@ -89,9 +89,19 @@ class Machine:
         return cls(
             num_cpus=len(os.sched_getaffinity(0)),
             num_gpus=count_gpus(),
-            memory=psutil.virtual_memory().available,
+            memory=available_memory(),
             folder_free=shutil.disk_usage(folder).free if folder.is_dir() else None,
         )
+
+
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that processes can still take: of the machine, or of the container if that allows less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = int((cgroup / "memory.max").read_text())  # "max" where there is no limit
+        return min(free, max(0, limit - int((cgroup / "memory.current").read_text())))
+    except (OSError, ValueError):
+        return free
 
 
 def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
