@@ -341,6 +341,16 @@ class SupervisionConfig(Table):
     """Without a finished batch for this long the run fails, saying what it waits for."""
 
 
+class MetricsConfig(Table):
+    """`[metrics]`: what the driver shows to Prometheus; see docs/prometheus.md."""
+
+    port: int | None = Field(9464, ge=0, le=65535)
+    """Where it listens, or the next free port if it is taken; 0: any free port; none: nowhere."""
+
+    host: str = "127.0.0.1"
+    """Address it listens on; 0.0.0.0: every one of this machine, for a Prometheus elsewhere."""
+
+
 class RayConfig(Table):
     """`[ray]`: the cluster that the services run on."""
 
@@ -382,6 +392,7 @@ class RunConfig(Table):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    metrics: MetricsConfig = MetricsConfig()
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")

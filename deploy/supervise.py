@@ -21,6 +21,7 @@ from common.config import RunConfig
 from common.errors import CanaryError, EngineDeadError, RunFailedError, SlipstreamError
 from common.types import Prompt
 from deploy.evaluation import EvaluationSchedule
+from deploy.exporter import Exporter
 from deploy.progress import Progress
 from deploy.records import evaluation_record, update_record
 from deploy.run_dir import RunDir
@@ -74,6 +75,7 @@ class Supervisor:
         self._held_out = held_out
         self._stop_requested = stop_requested
         self._clock = clock
+        self._exporter = Exporter(config.metrics)
         self._began = clock()
         self._pending: dict[ray.ObjectRef, Callable[[ray.ObjectRef], None]] = {}
         self._running: list[str] = []  # actors whose engine is up
@@ -94,12 +96,16 @@ class Supervisor:
         Raises:
             SlipstreamError: a service failed in a way that a restart does not mend; the first such error.
         """
-        self._start(buffer_state)
-        while not self._done:
-            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=POLL_S) if self._pending else ([], [])
-            for ref in ready:
-                self._pending.pop(ref)(ref)
-            self._housekeeping()
+        self._event(self._exporter.start())
+        try:
+            self._start(buffer_state)
+            while not self._done:
+                ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=POLL_S) if self._pending else ([], [])
+                for ref in ready:
+                    self._pending.pop(ref)(ref)
+                self._housekeeping()
+        finally:
+            self._exporter.close()
         return RunEnd(reason=self._ending, completed_updates=self._updates, restarts=sum(self._restarts.values()))
 
     # Starting
@@ -174,6 +180,7 @@ class Supervisor:
                 f"the last time: {cause}"
             )
         self._restarts[name] = count + 1
+        self._exporter.restarted(name)
         pause = limits.restart_backoff_s * 2**count
         self._restart_at[name] = self._clock() + pause
         self._event(f"{name} died ({first_line(cause)}): {consequence}, replacement {count + 1} in {pause:.0f} s")
@@ -219,6 +226,7 @@ class Supervisor:
         line = update_record(record, self._status, time_s=self._elapsed())
         self._run_dir.record(line)
         self._progress.update(line)
+        self._exporter.update(line)
         if record.checkpoint:
             self._event(f"checkpoint {record.checkpoint}")
 
@@ -261,6 +269,7 @@ class Supervisor:
         record = evaluation_record(result, update=update, time_s=self._elapsed())
         self._run_dir.record(record)
         self._progress.evaluation(record)
+        self._exporter.evaluation(record)
 
     # Housekeeping
 
@@ -288,6 +297,7 @@ class Supervisor:
         status: BufferStatus = self._get(ref, "buffer")
         self._status = status
         self._progress.status(status, running=tuple(self._running))
+        self._exporter.status(status, running=tuple(self._running))
         if status.fatal:
             raise RunFailedError(status.fatal)
         self._status_at = self._clock() + STATUS_EVERY_S
