@@ -186,7 +186,10 @@ def _named(path: Path) -> Path:
                 f"run_dir {path} already holds a run: go on with it by `slipstream resume {path}`, "
                 "or choose another run_dir"
             )
-        if any(path.iterdir()) and not run_dir.config_file.exists():
+        if run_dir.config_file.exists():
+            with run_dir.lock():  # it may be starting at this moment
+                return path
+        if any(path.iterdir()):
             raise ConfigError(f"run_dir {path} is not empty and not a run of ours: choose another run_dir")
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -219,7 +219,6 @@ GROUPED: dict[str, Any] = {"algorithm": {"advantage": "group_mean", "value": "no
         ({"algorithm": {"value": "none"}}, "needs a value function"),
         ({"algorithm": {"advantage": "leave_one_out", "value": "none"}}, "compares members of a group"),
         ({**GROUPED, "algorithm": {"advantage": "group_mean"}}, "is not used by algorithm.advantage"),
-        ({**GROUPED, "value": {"warmup_batches": 2}}, "trains a value function, and this recipe has none"),
         ({"algorithm": {"trust_region": "none"}}, "trains on stale tokens without any correction"),
         (
             {**GROUPED, "groups": {"size": 8, "straggler": "close"}},
