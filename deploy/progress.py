@@ -268,7 +268,7 @@ class Progress:
         return f"masked {left_out / tokens:.1%}"
 
     def _waiting(self) -> str:
-        if self._status is None:
+        if self._status is None or not self._status.counts.issued:
             return ""
         return f"; buffer: {self._buffer_line(self._status)}; actors: {self._actors_line()}"
 

@@ -75,7 +75,9 @@ def rates(updates: list[Record], amount: str, window: int) -> tuple[list[float],
 def _learning(axes: Axes, history: History, x: str, label: str) -> None:
     axes.set_title("Reward" if x == "update" else "Reward over time")
     axes.set_xlabel(label)
-    at, rewards = series(history.updates, x, "batch/reward_mean")
+    moved = [record for record in history.updates if record.get("outcome", "committed") == "committed"]
+    # before the first update, batches of the value function's warm-up would all stand at 0
+    at, rewards = series(moved if x == "update" else history.updates, x, "batch/reward_mean")
     _smoothed(axes, at, rewards, BLUE, "training batches")
     held_out = series(history.evaluations, x, "eval/reward_mean")
     _line(axes, *held_out, ORANGE, "held-out prompts", marker="o")

@@ -22,7 +22,6 @@ from buffer.archive import part_files, read_part
 from common.columns import from_table
 from common.errors import DataError
 from common.types import Trajectory
-from deploy.format import duration
 from deploy.run_dir import RunDir
 
 Order = Literal["newest", "worst", "best"]
@@ -179,7 +178,7 @@ def headline(rollout: Rollout) -> str:
         f"{trajectory.num_prompt_tokens} + {trajectory.num_sampled} tokens",
         f"ended by {trajectory.finish_reason.value}",
         f"{versions}, staleness {rollout.staleness}" if trajectory.num_sampled else "nothing sampled",
-        f"{duration(trajectory.timings.generate_s)} to generate",
+        f"{trajectory.timings.generate_s:.2g} s to generate",
     ]
     facts += [f"{name} {value:.4g}" for name, value in trajectory.metrics.items()]
     batch = f" in batch {rollout.batch_id}" if rollout.batch_id >= 0 else ""

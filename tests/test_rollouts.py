@@ -162,12 +162,12 @@ def test_headline_has_the_facts() -> None:
     archived = Rollout(trajectory=make_trajectory(), outcome="trained", batch_id=30, trained_version=6)
     assert headline(archived) == (
         "sample 7, prompt sort-digits/17, trained in batch 30\n"
-        "reward 0.500, 2 + 3 tokens, ended by length, versions 3 to 4, staleness 3, 2 s to generate, solved 1"
+        "reward 0.500, 2 + 3 tokens, ended by length, versions 3 to 4, staleness 3, 1.5 s to generate, solved 1"
     )
     lost = make_rollout([1], [], reward=None, error="time limit of 10 s", metrics={})
     text = headline(Rollout(trajectory=lost, outcome="dropped_unscorable", batch_id=-1, trained_version=6))
     assert text.endswith(
-        "unscorable, 1 + 0 tokens, ended by stop, nothing sampled, 2 s to generate\ntime limit of 10 s"
+        "unscorable, 1 + 0 tokens, ended by stop, nothing sampled, 1.5 s to generate\ntime limit of 10 s"
     )
     assert "dropped unscorable\n" in text
 
