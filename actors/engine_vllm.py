@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from actors.engine import EngineSettings, Generation, GenerationRequest, WeightUpdate, engine_environment
 from actors.engine_setup import check_machine, described
-from actors.publication import check_bytes, check_contents, read_checkpoint
+from actors.publication import check_contents, checked_file, read_checkpoint
 from common.errors import (
     CanaryError,
     ConfigError,
@@ -107,7 +108,7 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self._require_usable()
         prompt_ids = self._check_request(request)
-        output = await self._unless_dead(self._driver.generate(prompt_ids, _sampling_params(request)))
+        output = await self._unless_dead(self._driver.generate(prompt_ids, sampling_params(request)))
         try:
             generation = _to_generation(request.request_id, output)
         except EngineDeadError as error:
@@ -149,34 +150,26 @@ class VllmEngine:
         async with self._update_lock:
             self._require_usable()
             started = time.perf_counter()
-            update_info = await self._validate(manifest, payload)
-            validated = time.perf_counter()
-            # Before the switch: no generation may slip through between the first new token and the canary.
-            self._unconfirmed = _Unconfirmed(manifest.version)
-            try:
-                stall_s, canary = await self._unless_dead(
-                    self._driver.switch_weights(
-                        update_info, manifest.version, list(manifest.canary.token_ids), _scoring_params()
-                    )
-                )
-                resumed = time.perf_counter()
-                canary_error = await self._prove(manifest, canary)
-            except SlipstreamError:
-                raise
-            except Exception as error:
-                self._fail(EngineDeadError(f"version {manifest.version}: loading broke off: {described(error)}"))
+            with contextlib.ExitStack() as opened:  # the checked file stays open until it is loaded
+                update_info = await self._validate(manifest, payload, opened)
+                validated = time.perf_counter()
+                # Before the switch: no generation may slip through between the first new token and the canary.
+                self._unconfirmed = update = _Unconfirmed(manifest.version)
+                stall_s, canary_s, canary_error = await self._switch(manifest, update_info)
             self._weight_version = manifest.version
-            self._unconfirmed.confirmed.set()
             self._unconfirmed = None
+            update.confirmed.set()
             return WeightUpdate(
                 version=manifest.version,
                 validate_s=validated - started,
                 stall_s=stall_s,
-                canary_s=time.perf_counter() - resumed,
+                canary_s=canary_s,
                 canary_error=canary_error,
             )
 
-    async def _validate(self, manifest: WeightManifest, payload: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def _validate(
+        self, manifest: WeightManifest, payload: Mapping[str, Any] | None, opened: contextlib.ExitStack
+    ) -> dict[str, Any]:
         """Check all that can be checked; vLLM's update info."""
         if manifest.version < self._weight_version:
             raise WeightUpdateError(f"version {manifest.version} is older than the engine's {self._weight_version}")
@@ -185,8 +178,23 @@ class VllmEngine:
             if payload is None:
                 raise WeightUpdateError(f"version {manifest.version}: {self._settings.transport} needs a payload")
             return dict(payload)
-        await asyncio.to_thread(check_bytes, manifest, self._checkpoint)
-        return {"path": manifest.path, "tensors": [asdict(spec) for spec in manifest.tensors]}
+        path = await asyncio.to_thread(opened.enter_context, checked_file(manifest, self._checkpoint))
+        return {"path": path, "tensors": [asdict(spec) for spec in manifest.tensors]}
+
+    async def _switch(self, manifest: WeightManifest, update_info: dict[str, Any]) -> tuple[float, float, float]:
+        """Load and prove; stall and canary in seconds, canary error in nats. Any failure is the engine's end."""
+        canary_ids = list(manifest.canary.token_ids)
+        try:
+            stall_s, canary = await self._unless_dead(
+                self._driver.switch_weights(update_info, manifest.version, canary_ids, _scoring_params())
+            )
+            resumed = time.perf_counter()
+            canary_error = await self._prove(manifest, canary)
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            self._fail(EngineDeadError(f"version {manifest.version}: loading broke off: {described(error)}"))
+        return stall_s, time.perf_counter() - resumed, canary_error
 
     async def _prove(self, manifest: WeightManifest, canary_output: Awaitable[Any]) -> float:
         """Largest difference between the engine's and the learner's log-probs of the canary, within the tolerance."""
@@ -271,7 +279,8 @@ def _make_driver(settings: EngineSettings) -> Driver:
     return InProcessDriver(settings)
 
 
-def _sampling_params(request: GenerationRequest) -> Any:
+def sampling_params(request: GenerationRequest) -> Any:
+    """vLLM's SamplingParams."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
