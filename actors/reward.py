@@ -93,7 +93,8 @@ class RewardPool:
         process = await self._idle.get()
         try:
             await process.ready()
-            reply = await asyncio.wait_for(process.ask(request), self._time_limit_s)
+            async with asyncio.timeout(self._time_limit_s):
+                reply = await process.ask(request)
         except TimeoutError:
             problem = f"took longer than reward.time_limit_s = {self._time_limit_s:g}"
         except _ProcessEndedError as error:
@@ -151,7 +152,8 @@ class _ScoringProcess:
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,
             )
-            reply = await asyncio.wait_for(self._read(), START_LIMIT_S)
+            async with asyncio.timeout(START_LIMIT_S):
+                reply = await self._read()
         except OSError as error:
             raise ResourceError(f"a scoring process cannot be started: {error}") from error
         except TimeoutError:

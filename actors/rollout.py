@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 POLL_WAIT_S = 10.0  # a long poll returns after this at the latest
 GIVE_BACK_LIMIT_S = 5.0  # for handing leases back when the actor fails
 BEATS_PER_LIMIT = 5  # heartbeats within the time that makes an actor silent
+WEIGHT_PAUSE_S = 0.2  # before a refused publication is tried again; doubles
 
 # Not the sample's doing: the actor cannot go on, or nothing would be better with another sample.
 FATAL = (EngineDeadError, CanaryError, ConfigError, ResourceError)
@@ -92,7 +93,7 @@ class RolloutWorker:
         self._link = PatientLink(link, patience_s=link_patience_s)
         self._rollout = rollout
         self._beat_s = heartbeat_s / BEATS_PER_LIMIT
-        self._loader = WeightLoader(engine, max_delay_s=max_delay_s)
+        self._loader = WeightLoader(engine, max_delay_s=max_delay_s, first_pause_s=WEIGHT_PAUSE_S)
         self._player = EpisodePlayer(
             engine=engine,
             environment=environment,
@@ -321,7 +322,8 @@ class RolloutWorker:
         failure = Failure(reason=DropReason.FAILED, message=f"{self._actor_id}: {describe(error)}", uses_attempt=False)
         giving = asyncio.gather(*(self._link.fail(lease_id, failure) for lease_id in lease_ids), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(giving, GIVE_BACK_LIMIT_S)
+            async with asyncio.timeout(GIVE_BACK_LIMIT_S):
+                await giving
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[None]] | Sequence[asyncio.Future[Rollout | str]]) -> None:

@@ -14,7 +14,6 @@ from common.weights import WeightManifest
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 6  # publications refused in a row; a newer one mends a file that was overwritten meanwhile
-FIRST_PAUSE_S = 0.2  # after a refusal; doubles
 
 
 class WeightLoader:
@@ -24,10 +23,10 @@ class WeightLoader:
 
     Args:
         max_delay_s: longest time that `held` puts off a load.
-        first_pause_s: see `FIRST_PAUSE_S`.
+        first_pause_s: pause after a refusal; doubles with each in a row.
     """
 
-    def __init__(self, engine: Engine, *, max_delay_s: float, first_pause_s: float = FIRST_PAUSE_S) -> None:
+    def __init__(self, engine: Engine, *, max_delay_s: float, first_pause_s: float) -> None:
         self._engine = engine
         self._max_delay_s = max_delay_s
         self._first_pause_s = first_pause_s
@@ -100,7 +99,9 @@ class WeightLoader:
 
     async def _wait_while_held(self) -> None:
         try:
-            await asyncio.wait_for(self._unheld.wait(), self._max_delay_s)
+            # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that comes in the moment its wait ends.
+            async with asyncio.timeout(self._max_delay_s):
+                await self._unheld.wait()
         except TimeoutError:
             log.warning("weights are loaded in the middle of an evaluation: it took longer than evaluation.max_delay_s")
 

@@ -130,7 +130,8 @@ class ScriptedEngine:
     async def _sleep(self, seconds: float) -> None:
         if seconds:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._died.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._died.wait()
         if self._death is not None:
             raise self._death
 
@@ -199,7 +200,8 @@ class ScriptedLink:
             if leases or newer or done or self.closing or left <= 0:
                 return Poll(leases=leases, manifest=newer, closing=done or self.closing)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
 
     async def heartbeat(self, actor_id: str, lease_ids: Sequence[LeaseId]) -> list[LeaseId]:
         self._meet("heartbeat", tuple(lease_ids))
