@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ class Publisher:
         self._node_id = node_id
         self._files: list[Path] = []
         self._canary_ids: tuple[int, ...] = ()
+        self._remove_leftovers()
 
     def publish(self, version: int, learner: Learner) -> WeightManifest:
         """Write the policy's weights in the served precision; versions may be published again.
@@ -74,6 +76,13 @@ class Publisher:
             canary=self._canary(learner.policy, dtype, learner.config.rollout.max_tokens - 1),
             node_id=self._node_id,
         )
+
+    def _remove_leftovers(self) -> None:
+        """Files of a learner of this run that was killed; a run has one learner at a time."""
+        ours = re.compile(rf"{re.escape(self._run_name)}-v\d+\.bin|\.{re.escape(self._run_name)}-v\d+\.bin\.\d+")
+        for path in self._folder.glob("*"):
+            if ours.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove what this publisher wrote. Engines that have a file open keep its contents."""

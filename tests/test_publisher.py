@@ -154,6 +154,22 @@ def test_canary_tokens_are_fixed_ordinary_and_in_the_vocabulary() -> None:
     assert set(canary_token_ids(2, special={0, 1})) <= {0, 1}
 
 
+def test_the_canary_fits_into_a_short_context(tmp_path: Path, folder: Path) -> None:
+    learner = Learner(make_config("grpo", "rollout.max_tokens=10", "rollout.max_prompt_tokens=4"), folder)
+    canary = Publisher(tmp_path, "run").publish(0, learner).canary
+    assert (len(canary.token_ids), len(canary.logprobs)) == (9, 8)
+
+
+def test_files_of_a_killed_learner_of_the_same_run_are_removed(tmp_path: Path) -> None:
+    for name in ("run-v7.bin", ".run-v8.bin.123"):
+        (tmp_path / name).write_bytes(b"x")
+    others = {"run-v7-v1.bin", "run-v7.bin.txt", "a-run-v7.bin", "run.bin"}
+    for name in others:
+        (tmp_path / name).write_bytes(b"x")
+    Publisher(tmp_path, "run")
+    assert {path.name for path in tmp_path.iterdir()} == others
+
+
 def test_special_tokens_are_found_in_tokenizer_and_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"bos_token_id": null, "eos_token_id": [7, 8], "vocab_size": 100}')
     (tmp_path / "generation_config.json").write_text('{"pad_token_id": 9}')
