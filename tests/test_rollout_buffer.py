@@ -126,7 +126,7 @@ def test_lost_members_of_one_group_do_not_stop_the_others(
             return Scripted()
         return Scripted(hangs=True) if hangs else Scripted(error=ValueError("no answer for this one"))
 
-    result = run(small_run(script, bound=bound, lease_deadline_s=0.4))
+    result = run(small_run(script, bound=bound, lease_deadline_s=1.0))
     others = [n for n in range(32) if n not in MEMBERS_OF_3]
     rest = [n for n in MEMBERS_OF_3 if n not in lost] if len(lost) == 1 else []
     counts = result.buffer.ledger()
@@ -181,10 +181,10 @@ def test_a_late_result_after_a_second_hand_out_is_not_counted_twice() -> None:
     def script(request: GenerationRequest) -> Scripted:
         attempts[sample_of(request)] += 1
         slow = sample_of(request) == 2 and attempts[2] == 1
-        return Scripted(token_ids=(A, EOS), delay_s=0.5 if slow else 0.01)
+        return Scripted(token_ids=(A, EOS), delay_s=2.0 if slow else 0.01)
 
     # Heartbeats too rare to call the first attempt off.
-    result = run(small_run(script, num_prompts=4, bound=1, lease_deadline_s=0.2, max_attempts=3, heartbeat_s=500.0))
+    result = run(small_run(script, num_prompts=4, bound=1, lease_deadline_s=1.0, max_attempts=3, heartbeat_s=500.0))
     assert attempts[2] == 2
     assert result.trained_ids() == list(range(16))
     assert [t.attempt for t in result.trained if t.sample_id == 2] == [1]
