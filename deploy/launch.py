@@ -21,6 +21,7 @@ from deploy.report import RunSummary, summarise, write_report
 from deploy.run_dir import RunDir
 from deploy.services import Services, count_gpus, ray_session
 from deploy.supervise import RunEnd, Supervisor
+from deploy.unused import settings_without_effect
 from learner.model_cache import default_cache_dir
 from learner.models import resolve_model
 
@@ -40,12 +41,16 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = self.install()
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def install(self) -> dict[signal.Signals, Any]:
+        """Take both signals; returns the handlers they had. To be called again after Ray has put its own there."""
+        return {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
@@ -87,7 +92,10 @@ def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopReque
         )
     progress.phase("starting Ray")
     with ray_session(config):
+        stop.install()
         resolved = resolve_auto(config, count_gpus())
+        for line in settings_without_effect(resolved):
+            progress.event(f"warning: {line}")
         services = Services(resolved, model_folder, run_dir.path)
         try:
             supervisor = Supervisor(resolved, services, run_dir, progress, held_out, stop)

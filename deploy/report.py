@@ -15,7 +15,7 @@ from common.config import RunConfig
 from common.config_load import dump_config
 from common.errors import ConfigError, ResourceError
 from common.run_metrics import METRICS
-from deploy.format import arrow, duration, number
+from deploy.format import arrow, duration, number, plural
 from deploy.history import History, read_history, series
 from deploy.run_dir import Record, RunDir
 
@@ -92,7 +92,7 @@ class RunSummary:
         totals = self.totals
         stopped = f" by {self.stopped_by.name}" if self.stopped_by else ""
         lines = [
-            f"{self.reason}{stopped}: {totals.completed_updates} updates in {duration(totals.duration_s)}, "
+            f"{self.reason}{stopped}: {plural(totals.completed_updates, 'update')} in {duration(totals.duration_s)}, "
             f"{totals.trajectories:,} trajectories, {totals.sampled_tokens:,} sampled tokens",
             f"training reward  {arrow(totals.reward_first, totals.reward_last)}",
             f"held-out reward  {arrow(totals.held_out_before, totals.held_out_after)}",
