@@ -12,8 +12,8 @@ from buffer.ledger import Ledger, add_to
 from buffer.pool import UnitPool
 from buffer.records import RunState, Sample, Stage, Unit
 from buffer.settings import ReplaySettings
-from buffer.store import Changes, trajectory_bytes
-from common.types import DropReason, GroupId, Lease, LeaseId, Prompt, SampleId, SampleState, Trajectory
+from buffer.store import Archive, Changes, SampleStore, trajectory_bytes
+from common.types import DropReason, GroupId, Lease, LeaseId, Prompt, Receipt, SampleId, SampleState, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,14 @@ class Assembly:
     Time is handed in as `now`, clock seconds. Everything that changes is noted in `changes`.
     """
 
-    def __init__(self, settings: ReplaySettings, run: RunState, changes: Changes) -> None:
+    def __init__(
+        self, settings: ReplaySettings, run: RunState, changes: Changes, store: SampleStore, archive: Archive | None
+    ) -> None:
         self._settings = settings
         self._run = run
         self._changes = changes
+        self._store = store
+        self._archive = archive
         self._late_timers: Timers[int] = Timers()  # by unit
         self.ledger = Ledger(run)
         self.book = LeaseBook(heartbeat_s=settings.heartbeat_s, deadline_s=settings.lease_deadline_s)
@@ -95,7 +99,7 @@ class Assembly:
 
     # Ends of a lease. Each is followed by `settle`.
 
-    def deliver(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+    def deliver(self, sample: Sample, trajectory: Trajectory, now: float) -> Receipt:
         """Judge a delivery under the sample's current lease."""
         sample.duration_s = now - sample.issued_at
         sample.num_sampled = trajectory.num_sampled
@@ -106,14 +110,16 @@ class Assembly:
                 f"actor {sample.actor_id} sampled with version {trajectory.oldest_version}; its lease asks for "
                 f"{sample.version_at_issue} or later",
             )
-            return
+            return Receipt(accepted=False, reason="older than the lease allows")
         self.book.close(sample)
         if not sample.num_sampled:
-            self._lose(sample, DropReason.EMPTY, trajectory.error or "no token was sampled")
+            self._lose(sample, DropReason.EMPTY, trajectory.error or "no token was sampled", trajectory)
         elif trajectory.reward is None or not math.isfinite(trajectory.reward):
-            self._lose(sample, DropReason.UNSCORABLE, trajectory.error or f"the reward is {trajectory.reward}")
+            message = trajectory.error or f"the reward is {trajectory.reward}"
+            self._lose(sample, DropReason.UNSCORABLE, message, trajectory)
         else:
             self._keep(sample, trajectory, float(trajectory.reward), now)
+        return Receipt(accepted=True)
 
     def fail(self, sample: Sample, reason: DropReason, message: str, *, uses_attempt: bool, now: float) -> None:
         """The actor gave the lease up."""
@@ -252,8 +258,8 @@ class Assembly:
         self.book.enqueue(sample)
         self.move(sample, SampleState.QUEUED)
 
-    def _lose(self, sample: Sample, reason: DropReason, message: str) -> None:
-        """A sample ended without a usable trajectory."""
+    def _lose(self, sample: Sample, reason: DropReason, message: str, trajectory: Trajectory | None = None) -> None:
+        """A sample ended without a usable trajectory; `trajectory` is one that cannot be used."""
         prompt_id = self.pool.units[sample.unit_id].prompt.prompt_id
         logger.warning("sample %d (prompt %s) dropped: %s: %s", sample.sample_id, prompt_id, reason, message)
         self._run.lost_in_a_row += 1
@@ -261,18 +267,27 @@ class Assembly:
             self._run.first_loss = f"sample {sample.sample_id} (prompt {prompt_id}): {reason}: {message}"
         if reason is DropReason.FAILED:
             self._run.failed_prompts = [*self._run.failed_prompts[1 - REMEMBERED_PROMPTS :], prompt_id]
-        self._drop(sample, reason)
+        self._drop(sample, reason, trajectory)
 
-    def _drop(self, sample: Sample, reason: DropReason) -> None:
+    def _drop(self, sample: Sample, reason: DropReason, trajectory: Trajectory | None = None) -> None:
         """Take a sample out of its unit for good, whatever its state."""
         if self.book.holds(sample):
             self.book.void(sample)
         if sample.size_bytes:
+            trajectory = self._payload(sample.sample_id)
             self.held_bytes -= sample.size_bytes
             self._changes.removed_payloads.append(sample.sample_id)
+        if trajectory is not None and self._archive is not None:
+            self._archive.add(trajectory, outcome=f"dropped_{reason}", batch_id=-1, version=self._run.version)
         staleness_now = self._run.version - sample.oldest_version if sample.size_bytes else 0
         add_to(self._run.lost[reason], sample, staleness=staleness_now)
         self.move(sample, SampleState.DROPPED, reason)
+
+    def _payload(self, sample_id: SampleId) -> Trajectory | None:
+        """Of a delivered sample, if anybody wants it."""
+        if self._archive is None:
+            return None
+        return self._changes.payloads.get(sample_id) or self._store.payloads([sample_id])[0]
 
     def _note_beyond_bound(self, prompt_id: str) -> None:
         beyond = self._run.beyond_bound

@@ -171,12 +171,8 @@ class BatchBook:
     def _expect_finished(self, batch_id: BatchId, outcome: BatchOutcome, version: WeightVersion) -> None:
         known = self._finished.get(batch_id)
         if known is None or (known.outcome, known.finished_version) != (outcome, version):
-            ended = (
-                f"it ended as {known.outcome} at version {known.finished_version}" if known else "it is unknown or void"
-            )
-            raise WireError(
-                f"batch {batch_id} is not open ({ended}): cannot finish it as {outcome} at version {version}"
-            )
+            ended = f"ended as {known.outcome} at version {known.finished_version}" if known else "is unknown or void"
+            raise WireError(f"batch {batch_id} {ended}: it cannot be finished as {outcome} at version {version}")
 
     def _end(self, sample: Sample, record: BatchRecord, *, trained: bool) -> None:
         if trained:

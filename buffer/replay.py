@@ -13,7 +13,7 @@ from buffer.prompts import PromptSource
 from buffer.records import RunState, Stage, StoredRun
 from buffer.settings import ReplaySettings
 from buffer.status import BufferStatus
-from buffer.store import Changes, MemoryStore, SampleStore
+from buffer.store import Archive, Changes, MemoryStore, SampleStore
 from common.errors import ConfigError, WireError
 from common.types import (
     Batch,
@@ -62,8 +62,10 @@ class ReplayBuffer:
         clock: Callable[[], float],
         store: SampleStore | None = None,
         state: Mapping[str, Any] | None = None,
+        archive: Archive | None = None,
     ) -> None:
         self._settings = settings
+        self._archive = archive
         self._prompts = prompts
         self._clock = clock
         self._store: SampleStore = MemoryStore() if store is None else store
@@ -81,7 +83,7 @@ class ReplayBuffer:
             )
         prompts.restore(self._run.prompts)
         self._changes = Changes(run=self._run)
-        self._assembly = Assembly(settings, self._run, self._changes)
+        self._assembly = Assembly(settings, self._run, self._changes, self._store, archive)
         self._batches = BatchBook(settings, self._run, self._changes, self._assembly)
         self._open_batch: Batch | None = None
         if stored is not None:
@@ -145,12 +147,12 @@ class ReplayBuffer:
             )
         self._assembly.book.hear(sample.actor_id, now)
         unit = self._assembly.pool.units[sample.unit_id]
-        self._assembly.deliver(sample, trajectory, now)
+        receipt = self._assembly.deliver(sample, trajectory, now)
         self._assembly.settle(unit, now)
         # An engine may already serve weights whose batch the learner has yet to finish.
         self._run.highest_version = WeightVersion(max(self._run.highest_version, trajectory.newest_version))
         self._commit()
-        return Receipt(accepted=True)
+        return receipt
 
     def fail(self, lease_id: LeaseId, failure: Failure) -> Receipt:
         """Take a lease back without a trajectory: to be tried again while attempts are left, or dropped for good.
@@ -204,9 +206,14 @@ class ReplayBuffer:
         Raises:
             WireError: no such batch is open, or it ended otherwise, or `version` does not follow.
         """
+        batch = self._open_batch
         self._batches.finish(batch_id, outcome, version)
-        if self._batches.open is None:
+        if batch is not None and batch.batch_id == batch_id:
             self._open_batch = None
+            ending = "dropped_no_update" if outcome is BatchOutcome.NO_UPDATE else "trained"
+            if self._archive is not None:
+                for trajectory in batch.trajectories:
+                    self._archive.add(trajectory, outcome=ending, batch_id=batch_id, version=batch.version)
         self._commit()
 
     def note_published(self, version: WeightVersion) -> None:

@@ -69,6 +69,14 @@ class SampleStore(Protocol):
         ...
 
 
+class Archive(Protocol):
+    """Told of every trajectory that comes to an end. One that a restore brings back ends again."""
+
+    def add(self, trajectory: Trajectory, *, outcome: str, batch_id: int, version: int) -> None:
+        """`outcome`: `trained` or `dropped_` with the reason; `batch_id` -1: none; `version`: the learner's by then."""
+        ...
+
+
 class MemoryStore:
     """Lives and dies with the process, and shares its rows with the buffer."""
 
