@@ -89,7 +89,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {
         "model": settings.model_path,
         "skip_tokenizer_init": True,  # ids in, ids out
-        "generation_config": "vllm",  # the model's own may change temperature and top_p; its EOS ids still count
+        "generation_config": "vllm",  # sampling is what the request says; of the model's own only the EOS ids count
         "dtype": settings.dtype,
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
 import mmap
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,29 +107,40 @@ def check_contents(manifest: WeightManifest, checkpoint: Checkpoint, dtype: str,
     _check_canary(manifest, checkpoint, max_model_len)
 
 
-def check_bytes(manifest: WeightManifest, checkpoint: Checkpoint) -> None:
-    """Size and digest of the file at `manifest.path`, whose contents have been checked.
+@contextlib.contextmanager
+def checked_file(manifest: WeightManifest, checkpoint: Checkpoint) -> Iterator[str]:
+    """Check size and digest of the file at `manifest.path`, whose contents have been checked.
+
+    Yields a path by which every process of this user and node opens these very bytes, until the context is left: the
+    learner may have replaced or removed the file under its name in the meantime.
 
     Raises:
         WeightUpdateError: the file is missing, truncated, altered, or holds a tied head unlike its embedding.
     """
-    version, path = manifest.version, manifest.path
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            if len(data) != manifest.size_bytes:
-                raise WeightUpdateError(f"version {version}: {path} has {len(data)} bytes of {manifest.size_bytes}")
-            if (digest := blake3(data).hexdigest()) != manifest.digest:
-                raise WeightUpdateError(
-                    f"version {version}: {path} has digest {digest[:16]}…, announced was {manifest.digest[:16]}…"
-                )
-            specs = {spec.name: spec for spec in manifest.tensors}
-            embedding = checkpoint.tied_embedding
-            if embedding and TIED_HEAD in specs and not _equal_bytes(data, specs[TIED_HEAD], specs[embedding]):
-                raise WeightUpdateError(
-                    f"version {version}: {TIED_HEAD!r} differs from {embedding!r}, to which the model ties it"
-                )
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise WeightUpdateError(f"version {version}: {path} cannot be read: {error}") from error
+        file = open(manifest.path, "rb")  # noqa: SIM115: the caller of this context closes it
+    except OSError as error:
+        raise WeightUpdateError(f"version {manifest.version}: {manifest.path} cannot be read: {error}") from error
+    with file:
+        _check_bytes(file.fileno(), manifest, checkpoint)
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _check_bytes(fileno: int, manifest: WeightManifest, checkpoint: Checkpoint) -> None:
+    version, path = manifest.version, manifest.path
+    if (size := os.fstat(fileno).st_size) != manifest.size_bytes or not size:
+        raise WeightUpdateError(f"version {version}: {path} has {size} bytes of {manifest.size_bytes}")
+    with mmap.mmap(fileno, 0, access=mmap.ACCESS_READ) as data:
+        if (digest := blake3(data).hexdigest()) != manifest.digest:
+            raise WeightUpdateError(
+                f"version {version}: {path} has digest {digest[:16]}…, announced was {manifest.digest[:16]}…"
+            )
+        specs = {spec.name: spec for spec in manifest.tensors}
+        embedding = checkpoint.tied_embedding
+        if embedding and TIED_HEAD in specs and not _equal_bytes(data, specs[TIED_HEAD], specs[embedding]):
+            raise WeightUpdateError(
+                f"version {version}: {TIED_HEAD!r} differs from {embedding!r}, to which the model ties it"
+            )
 
 
 def _shapes_in_header(file: Path) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from actors.engine import EngineSettings, GenerationRequest
+from actors.engine import Engine, EngineSettings, GenerationRequest
 from common.weights import Canary, TensorSpec, WeightManifest
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Loop:
         self._runner = asyncio.Runner()
 
     def __call__(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(asyncio.wait_for(work, 120))
+        return self._runner.run(asyncio.wait_for(work, 240))
 
     def close(self) -> None:
         self._runner.close()
@@ -140,3 +140,35 @@ def request(prompt_ids: Sequence[int], **overrides: Any) -> GenerationRequest:
         "seed": 0,
     }
     return GenerationRequest(**(arguments | overrides))
+
+
+class HeldCanary:
+    """The engine's next canary is answered to it only when `may_pass` is set. Leave by `release`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.resumed = asyncio.Event()  # the new weights serve
+        self.generated = asyncio.Event()  # vLLM has finished a generation
+        self.may_pass = asyncio.Event()
+        self._driver: Any = engine._driver  # type: ignore[attr-defined]
+        self._switch, self._generate = self._driver.switch_weights, self._driver.generate
+        self._driver.switch_weights, self._driver.generate = self._held_switch, self._watched_generate
+
+    def release(self) -> None:
+        self.may_pass.set()
+        del self._driver.switch_weights, self._driver.generate
+
+    async def _held_switch(self, *arguments: Any) -> Any:
+        stall_s, canary = await self._switch(*arguments)
+        self.resumed.set()
+
+        async def held() -> Any:
+            output = await canary
+            await self.may_pass.wait()
+            return output
+
+        return stall_s, held()
+
+    async def _watched_generate(self, *arguments: Any) -> Any:
+        output = await self._generate(*arguments)
+        self.generated.set()
+        return output

@@ -23,6 +23,7 @@ from tests.engine_fixtures import (
     CANARY_IDS,
     MAX_MODEL_LEN,
     VOCAB_SIZE,
+    HeldCanary,
     Loop,
     canary_of,
     publish,
@@ -291,46 +292,25 @@ def test_update_in_flight_splits_generations_exactly(served: Served) -> None:
 
 
 def test_tokens_are_withheld_until_the_canary_passes(served: Served) -> None:
-    driver: Any = served.engine._driver  # type: ignore[attr-defined]
-    switch, generate = driver.switch_weights, driver.generate
     version = served.engine.weight_version
     manifest = served.publish(served.model)
 
     async def load_with_a_slow_canary() -> Generation:
-        resumed, may_pass, generated = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-        async def slow_switch(*arguments: Any) -> Any:
-            stall_s, canary = await switch(*arguments)
-            resumed.set()
-
-            async def slow_canary() -> Any:
-                output = await canary
-                await may_pass.wait()
-                return output
-
-            return stall_s, slow_canary()
-
-        async def watched_generate(*arguments: Any) -> Any:
-            output = await generate(*arguments)
-            generated.set()
-            return output
-
-        driver.switch_weights, driver.generate = slow_switch, watched_generate
-        load = asyncio.ensure_future(served.engine.load_weights(manifest))
-        await resumed.wait()
-        generation = asyncio.ensure_future(served.engine.generate(request([1, 2], max_new_tokens=4)))
-        await generated.wait()
-        await asyncio.sleep(0.05)
-        assert not generation.done()
-        assert served.engine.weight_version == version
-        may_pass.set()
+        canary = HeldCanary(served.engine)
+        try:
+            load = asyncio.ensure_future(served.engine.load_weights(manifest))
+            await canary.resumed.wait()
+            generation = asyncio.ensure_future(served.engine.generate(request([1, 2], max_new_tokens=4)))
+            await canary.generated.wait()
+            await asyncio.sleep(0.05)
+            assert not generation.done()
+            assert served.engine.weight_version == version
+        finally:
+            canary.release()
         await load
         return await generation
 
-    try:
-        generation = served.loop(load_with_a_slow_canary())
-    finally:
-        del driver.switch_weights, driver.generate
+    generation = served.loop(load_with_a_slow_canary())
     assert generation.weight_versions.tolist() == [version + 1] * 4
 
 

@@ -27,6 +27,7 @@ from common.errors import CanaryError, EngineDeadError, SlipstreamError
 from common.types import FinishReason
 from common.weights import WeightManifest
 from tests.engine_fixtures import (
+    HeldCanary,
     Loop,
     publish,
     randomize,
@@ -139,6 +140,31 @@ def test_failed_canary_ends_the_engine_and_what_it_withheld(
             loop(work)
 
 
+def test_finished_generation_of_a_version_that_fails_is_discarded(
+    start_engine: Callable[..., Engine],
+    loop: Loop,
+    model: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = start_engine()
+    manifest = wrong_canary(model, tmp_path, monkeypatch)
+
+    async def fail_late() -> tuple[Any, Any]:
+        canary = HeldCanary(engine)
+        try:
+            load = asyncio.ensure_future(outcome(engine.load_weights(manifest)))
+            await canary.resumed.wait()
+            generation = asyncio.ensure_future(outcome(engine.generate(request([1, 2], max_new_tokens=4))))
+            await canary.generated.wait()
+        finally:
+            canary.release()
+        return await load, await generation
+
+    for error in loop(fail_late()):
+        assert isinstance(error, CanaryError)
+
+
 def test_canary_that_is_never_answered_ends_the_engine(
     start_engine: Callable[..., Engine],
     loop: Loop,
@@ -148,17 +174,16 @@ def test_canary_that_is_never_answered_ends_the_engine(
 ) -> None:
     monkeypatch.setattr(engine_vllm, "CANARY_TIME_LIMIT_S", 0.2)
     engine = start_engine()
-    driver: Any = engine._driver  # type: ignore[attr-defined]
-    switch = driver.switch_weights
 
-    async def without_answer(*arguments: Any) -> Any:
-        stall_s, canary = await switch(*arguments)
-        await canary
-        return stall_s, asyncio.sleep(60)
+    async def never_answered() -> None:
+        canary = HeldCanary(engine)
+        try:
+            await engine.load_weights(publish(model, 1, tmp_path))
+        finally:
+            canary.release()
 
-    driver.switch_weights = without_answer
     with pytest.raises(CanaryError, match="no answer to the canary"):
-        loop(engine.load_weights(publish(model, 1, tmp_path)))
+        loop(never_answered())
     assert engine.weight_version == 0
 
 
@@ -183,18 +208,20 @@ def test_error_in_a_step_reaches_every_pending_call(start_engine: Callable[..., 
         loop(engine.generate(request([1])))
 
 
-def test_file_that_vanishes_after_the_check_ends_the_engine(
+def test_load_that_breaks_off_ends_the_engine(
     start_engine: Callable[..., Engine],
     loop: Loop,
     model: PreTrainedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def broken_load(*_: Any) -> None:
+        raise MemoryError("half of the model")
+
     engine = start_engine()
-    manifest = publish(model, 1, tmp_path)
-    monkeypatch.setattr(engine_vllm, "check_bytes", lambda manifest, _: os.unlink(manifest.path))
-    with pytest.raises(EngineDeadError, match="weights_1"):
-        loop(engine.load_weights(manifest))
+    monkeypatch.setattr("actors.weight_receiver.load_layerwise", broken_load)
+    with pytest.raises(EngineDeadError, match="half of the model"):
+        loop(engine.load_weights(publish(model, 1, tmp_path)))
     assert engine.weight_version == 0
 
 

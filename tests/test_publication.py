@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from actors.engine import engine_environment, make_engine
-from actors.publication import Checkpoint, check_bytes, check_contents, read_checkpoint
+from actors.publication import Checkpoint, check_contents, checked_file, read_checkpoint
 from common.errors import ConfigError, ModelError, ResourceError, WeightUpdateError
 from common.weights import Canary, WeightManifest
 from tests.engine_fixtures import settings_for, write_publication
@@ -44,6 +45,11 @@ def publication(folder: Path, *, tied: bool, extra: dict[str, torch.Tensor] | No
 def check(manifest: WeightManifest, checkpoint: Checkpoint) -> None:
     check_contents(manifest, checkpoint, "float32", 64)
     check_bytes(manifest, checkpoint)
+
+
+def check_bytes(manifest: WeightManifest, checkpoint: Checkpoint) -> None:
+    with checked_file(manifest, checkpoint):
+        pass
 
 
 def without(manifest: WeightManifest, name: str) -> WeightManifest:
@@ -180,11 +186,22 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightUpdateError, match="digest"):
         check_bytes(manifest, checkpoint)
     file.write_bytes(b"")
-    with pytest.raises(WeightUpdateError, match="cannot be read"):
+    with pytest.raises(WeightUpdateError, match="has 0 bytes of 60"):
         check_bytes(manifest, checkpoint)
     file.unlink()
     with pytest.raises(WeightUpdateError, match=r"w\.bin cannot be read"):
         check_bytes(manifest, checkpoint)
+
+
+def test_checked_bytes_stay_readable_when_the_file_is_replaced(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(str(model_folder(tmp_path, tied=True)))
+    manifest = publication(tmp_path, tied=True)
+    whole = Path(manifest.path).read_bytes()
+    with checked_file(manifest, checkpoint) as path:
+        os.unlink(manifest.path)
+        Path(manifest.path).write_bytes(b"something else")
+        assert Path(path).read_bytes() == whole
+    assert not Path(path).exists()
 
 
 @pytest.mark.parametrize(
