@@ -53,7 +53,7 @@ def group_advantages(
     clean = torch.where(scorable, rewards.double(), 0.0)
     count = segment_count(groups, scorable)
     centred = torch.where(scorable, clean - segment_mean(clean, groups, scorable)[groups], 0.0)
-    informative = scorable & ((count >= 2) & _differ(clean, scorable, groups))[groups]
+    informative = scorable & _differ(clean, scorable, groups)[groups]
     if leave_one_out:
         centred = centred * (count / (count - 1).clamp(min=1))[groups]
     if scale != "none":
@@ -64,7 +64,7 @@ def group_advantages(
 
 
 def _differ(rewards: Tensor, scorable: Tensor, groups: Tensor) -> Tensor:
-    """[number of groups] bool: the spread of the scorable rewards is more than rounding of their size."""
+    """[number of groups] bool: the spread of the scorable rewards is more than rounding; False for fewer than two."""
     size = rewards.new_zeros(int(groups.max()) + 1 if groups.numel() else 0)
     lowest = size.scatter_reduce(0, groups, torch.where(scorable, rewards, torch.inf), "amin", include_self=False)
     highest = size.scatter_reduce(0, groups, torch.where(scorable, rewards, -torch.inf), "amax", include_self=False)

@@ -53,7 +53,7 @@ def optimal_value(rewards: Tensor, beta: float) -> Tensor:
     """
     rewards = rewards[torch.isfinite(rewards)].double()
     if not len(rewards):
-        return torch.tensor(math.nan, dtype=torch.float64)
+        return rewards.new_full((), math.nan)
     return beta * (torch.logsumexp(rewards / beta, 0) - math.log(len(rewards)))
 
 

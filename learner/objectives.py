@@ -57,8 +57,7 @@ def token_weights(
     if aggregation == "token_mean":
         weights = torch.full_like(seq_ids, 1.0 / max(num_tokens, 1.0), dtype=torch.float64)
     elif aggregation == "sequence_mean":
-        lengths = segment_count(seq_ids, loss_mask)[seq_ids]
-        weights = 1.0 / (max(num_seqs, 1.0) * lengths.clamp(min=1.0))
+        weights = 1.0 / (max(num_seqs, 1.0) * segment_count(seq_ids, loss_mask)[seq_ids])
     elif aggregation == "sequence_sum":
         weights = torch.full_like(seq_ids, 1.0 / max(num_seqs, 1.0), dtype=torch.float64)
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads make several processes on few cores many times slower
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,3 +13,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no look-ups of model hubs: tests
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+settings.register_profile("slipstream", deadline=None)  # no property is about time, and the machine may be busy
+settings.load_profile("slipstream")
