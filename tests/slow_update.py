@@ -144,7 +144,7 @@ class SlowLearner:
         else:
             advantages = [[a] * t.num_sampled for t, a in zip(batch, self._group_advantages(batch), strict=True)]
         loss, masked, rejected = self._policy_loss(batch, advantages, version)
-        metrics["policy/loss"] = float(loss)
+        metrics["policy/loss"] = float(loss.detach())
         metrics["policy/masked_tokens"] = masked
         metrics["policy/rejected_tokens"] = rejected
         metrics["policy/grad_norm"] = self.policy_adam.step(loss, rate)
@@ -158,7 +158,7 @@ class SlowLearner:
             for t, returns in zip(batch, targets, strict=True):
                 for value, target in zip(self.values(t)[0], returns, strict=True):
                     loss = loss + (value - target) ** 2 / total
-            metrics["value/loss"] = float(loss)
+            metrics["value/loss"] = float(loss.detach())
             metrics["value/grad_norm"] = self.value_adam.step(loss, self.config.value.learning_rate)
 
     def _group_advantages(self, batch: Sequence[Trajectory]) -> list[float]:
