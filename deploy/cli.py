@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 # What may change when a run is resumed: how long and where it runs, not what it learns.
 CHANGEABLE = (
     "max_updates", "data.epochs", "import_dir", "rollout.num_actors", "rollout.slots", "engine", "reward.processes",
-    "reward.time_limit_s", "evaluation.every_updates", "checkpoint", "weights", "supervision", "ray",
+    "reward.time_limit_s", "evaluation.every_updates", "checkpoint", "weights", "metrics", "supervision", "ray",
     "learner.micro_batch_tokens", "learner.logprob_chunk_tokens", "learner.num_threads", "buffer.max_mib",
 )  # fmt: skip
 

@@ -173,6 +173,8 @@ def _services(config: RunConfig) -> Lines:
     share = _share("actor", engine.device, engine.tensor_parallel_size)
     yield "actors", f"{config.rollout.num_actors}, each {share}, {engine.kind.replace('_', '-')} engine{scoring}"
     yield "weights", f"through {config.weights.transport.replace('_', ' ')}"
+    metrics = config.metrics
+    yield "metrics", "not served" if metrics.port is None else f"at http://{metrics.host}:{metrics.port}/metrics"
 
 
 def _memory(config: RunConfig, memory: Memory, machine: Machine) -> Lines:
