@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
-import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ KEEP = 2  # newest files that stay: an engine may still read the one before
 
 
 class NodeCache:
-    """Makes a manifest's file readable on this node.
+    """Makes a manifest's file readable on this node. Actors of one node share what one of them fetched.
 
     Args:
         folder: shared memory of this node.
@@ -27,6 +28,7 @@ class NodeCache:
         self._folder = folder
         self._node_id = node_id
         self._fetch = fetch
+        self._fetched: list[Path] = []  # by this actor, oldest first
 
     async def localise(self, manifest: WeightManifest) -> WeightManifest:
         """The same manifest with a path of this node.
@@ -37,26 +39,34 @@ class NodeCache:
         if not manifest.node_id or manifest.node_id == self._node_id:
             return manifest
         path = self._folder / f"{self._node_id[:8]}-{Path(manifest.path).name}"
-        if not path.exists():
-            data = await self._fetch(manifest)
-            self._store(path, data)
+        try:
+            async with self._locked():
+                if not path.exists():
+                    partial = path.with_suffix(".partial")
+                    partial.write_bytes(await self._fetch(manifest))
+                    partial.rename(path)
+                    self._fetched.append(path)
+            self._remove(self._fetched[:-KEEP])
+        except OSError as error:
+            raise ResourceError(
+                f"weights.folder = {str(self._folder)!r} cannot take a publication of {manifest.size_bytes:,} bytes "
+                f"({error.strerror}): make room on node {self._node_id[:8]}, or name another folder"
+            ) from error
         return replace(manifest, path=str(path), node_id=self._node_id)
 
-    def _store(self, path: Path, data: bytes) -> None:
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        try:
-            with (self._folder / f"{self._node_id[:8]}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not path.exists():
-                    partial.write_bytes(data)
-                    partial.rename(path)
-                self._forget_old(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise ResourceError(f"weights cannot be stored in {self._folder}: {error.strerror}") from None
+    def close(self) -> None:
+        """Remove what this actor fetched."""
+        self._remove(list(self._fetched))
 
-    def _forget_old(self, newest: Path) -> None:
-        run = newest.name.rpartition("-v")[0]
-        files = sorted(self._folder.glob(f"{run}-v*.bin"), key=lambda file: file.stat().st_mtime)
-        for file in files[:-KEEP]:
-            file.unlink(missing_ok=True)
+    def _remove(self, paths: list[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+            self._fetched.remove(path)
+
+    @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        """One actor of the node at a time; a lock of a dead one is free."""
+        lock = self._folder / f"{self._node_id[:8]}-slipstream.lock"
+        with lock.open("w") as file:
+            await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
+            yield

@@ -27,8 +27,8 @@ class RolloutActorService:
     ) -> None:
         log_to_file(run_dir, actor_id)
         node_id = ray.get_runtime_context().get_node_id()
-        cache = NodeCache(Path(config.weights.folder), node_id, fetch=_fetch_from_node)
-        self._worker = build_worker(actor_id, config, model_folder, RayActorLink(buffer, localise=cache.localise))
+        self._cache = NodeCache(Path(config.weights.folder), node_id, fetch=_fetch_from_node)
+        self._worker = build_worker(actor_id, config, model_folder, RayActorLink(buffer, localise=self._cache.localise))
 
     async def start(self) -> int:
         """Load the engine; returns the process id."""
@@ -49,6 +49,7 @@ class RolloutActorService:
 
     async def close(self) -> None:
         await self._worker.close()
+        self._cache.close()
 
 
 async def _fetch_from_node(manifest: WeightManifest) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from buffer.archive import TrajectoryArchive
 from buffer.prompts import PromptSource
 from buffer.replay import ReplayBuffer, ReplaySettings
 from buffer.sources import load_rows
@@ -36,11 +37,16 @@ def replay_settings(config: RunConfig) -> ReplaySettings:
 
 
 def build_buffer(
-    config: RunConfig, *, clock: Callable[[], float], state: Mapping[str, Any] | None = None
+    config: RunConfig,
+    *,
+    clock: Callable[[], float],
+    archive: TrajectoryArchive | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> ReplayBuffer:
     """A buffer over the run's training prompts.
 
     Args:
+        archive: keeps what was trained on or dropped.
         state: of an earlier buffer, from a checkpoint; none for a new run.
 
     Raises:
@@ -51,4 +57,4 @@ def build_buffer(
         config.data, seed=config.seed, split="train", evaluation=config.evaluation, import_dir=config.import_dir
     )
     prompts = PromptSource(rows, seed=config.seed, epochs=config.data.epochs)
-    return ReplayBuffer(replay_settings(config), prompts, clock, state=state)
+    return ReplayBuffer(replay_settings(config), prompts, clock, state=state, archive=archive)

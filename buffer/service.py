@@ -31,7 +31,7 @@ class ReplayBufferService:
     def __init__(self, config: RunConfig, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
         log_to_file(run_dir, "buffer")
         self._archive = TrajectoryArchive(run_dir / "trajectories")
-        self._buffer = build_buffer(config, clock=time.monotonic, state=state)
+        self._buffer = build_buffer(config, clock=time.monotonic, archive=self._archive, state=state)
         self._manifest: WeightManifest | None = None
         self._issuing = True
         self._closing = False
@@ -110,6 +110,7 @@ class ReplayBufferService:
 
     async def status(self) -> BufferStatus:
         self._buffer.tick()
+        self._archive.flush_if_due()
         self._notify()
         return self._buffer.snapshot()
 

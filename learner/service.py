@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
 
 import ray
@@ -24,10 +25,11 @@ class LearnerService:
         from learner.publisher import Publisher
         from learner.update import Learner
 
+        node_id = ray.get_runtime_context().get_node_id()
         self._loop = TrainingLoop(
             config,
             Learner(config, model_folder),
-            Publisher(Path(config.weights.folder), run_dir.name, node_id=ray.get_runtime_context().get_node_id()),
+            Publisher(Path(config.weights.folder), publication_name(run_dir), node_id=node_id),
             CheckpointStore(run_dir / "checkpoints", keep=config.checkpoint.keep),
             RayLearnerLink(buffer),
         )
@@ -43,3 +45,8 @@ class LearnerService:
 
     def close(self) -> None:
         self._loop.close()
+
+
+def publication_name(run_dir: Path) -> str:
+    """Prefix of a run's files in memory that runs share: its folder's name, told apart from others of that name."""
+    return f"slipstream-{run_dir.name}-{blake2b(str(run_dir).encode(), digest_size=4).hexdigest()}"
