@@ -16,6 +16,7 @@ def update_record(step: StepRecord, status: BufferStatus | None, *, time_s: floa
         "update": step.completed_updates,
         "version": step.version,
         "time_s": time_s,
+        **({"reason": step.reason} if step.reason else {}),
         **step.metrics,
         **(buffer_gauges(status) if status else {}),
     }

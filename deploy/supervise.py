@@ -13,15 +13,16 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from actors.rollout import EvaluationResult
 from buffer.replay import BufferStatus
 from common.config import RunConfig
-from common.errors import CanaryError, EngineDeadError, RunFailedError, SlipstreamError
+from common.errors import RunFailedError
 from common.types import Prompt
 from deploy.evaluation import EvaluationSchedule
 from deploy.exporter import Exporter
+from deploy.failures import ACTOR_DEATHS, cause_of, first_line, named
 from deploy.progress import Progress
 from deploy.records import evaluation_record, update_record
 from deploy.run_dir import RunDir
@@ -34,7 +35,6 @@ POLL_S = 0.5  # longest sleep of the loop
 STATUS_EVERY_S = 2.0
 STEP_WAIT_S = 2.0  # how long one learner call waits for a batch, so that a stop request is seen
 SAVE_LIMIT_S = 600.0
-RESTARTED = (RayActorError, EngineDeadError, CanaryError)  # deaths of an actor that a replacement mends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,8 @@ class Supervisor:
         self._status: BufferStatus | None = None
         self._status_at: float | None = None  # when to ask again; none while an answer is awaited
         self._last_progress = clock()
+        self._starting: dict[str, float] = {}  # services that are not ready yet, and when they must be
+        self._learner_ready = False
         self._updates = 0
         self._version = 0
         self._ending = ""  # reason, once no further step is wanted
@@ -123,12 +125,15 @@ class Supervisor:
 
     def _start_learner(self) -> None:
         handle = self._services.start_learner()
+        self._expect("learner")
         self._watch(handle.start.remote(), self._on_learner_started)
 
     def _on_learner_started(self, ref: ray.ObjectRef) -> None:
+        self._starting.pop("learner")
         started: StartRecord | None = self._learner_result(ref)
         if started is None:
             return
+        self._learner_ready = True
         self._updates, self._version = started.completed_updates, started.version
         source = f"restored from {started.checkpoint}" if started.checkpoint else "starting model"
         self._event(
@@ -140,9 +145,11 @@ class Supervisor:
 
     def _start_actor(self, actor_id: str) -> None:
         handle = self._services.start_actor(actor_id)
+        self._expect(actor_id)
         self._watch(handle.start.remote(), lambda ref: self._on_actor_started(actor_id, handle, ref))
 
     def _on_actor_started(self, actor_id: str, handle: ActorHandle, ref: ray.ObjectRef) -> None:
+        self._starting.pop(actor_id)
         try:
             process_id = ray.get(ref)
         except RayError as error:
@@ -165,7 +172,7 @@ class Supervisor:
     def _replace_actor(self, actor_id: str, error: RayError) -> None:
         """Start another in its place, or end the run with the error when a restart would not help."""
         cause = cause_of(error)
-        if not isinstance(cause, RESTARTED):
+        if not isinstance(cause, ACTOR_DEATHS):
             raise named(cause, actor_id) from error
         self._services.end(actor_id)
         lost = self._get(self._services.alive["buffer"].lose_actor.remote(actor_id), "buffer")
@@ -193,6 +200,7 @@ class Supervisor:
             cause = cause_of(error)
             if not isinstance(cause, RayActorError):
                 raise named(cause, "learner") from error
+            self._learner_ready = False
             self._services.end("learner")
             self._schedule_restart("learner", cause, "going back to the newest checkpoint")
             return None
@@ -209,9 +217,8 @@ class Supervisor:
             self._watch(handle.step.remote(STEP_WAIT_S), self._on_step)
 
     def _on_step(self, ref: ray.ObjectRef) -> None:
-        started_before = self._restarts.get("learner", 0)
         record: StepRecord | None = self._learner_result(ref)
-        if self._restarts.get("learner", 0) > started_before:
+        if not self._learner_ready:
             return
         if record is not None:
             self._record_step(record)
@@ -261,7 +268,7 @@ class Supervisor:
             result: EvaluationResult = ray.get(ref)
         except RayError as error:
             cause = cause_of(error)
-            if not isinstance(cause, RESTARTED):
+            if not isinstance(cause, ACTOR_DEATHS):
                 raise named(cause, "evaluation") from error
             self._evaluations.lost()  # with its actor, which is replaced; another one takes it
             return
@@ -281,13 +288,21 @@ class Supervisor:
         if self._status_at is not None and now >= self._status_at:
             self._watch_status()
         self._evaluate_if_due()
+        if self._stop_requested() and not self._learner_ready and not self._ending:
+            self._ending = "stopped"  # nothing to save that is not in the newest checkpoint
         if self._ending:
             stopped = self._ending == "stopped" or not self._held_out
             self._done = stopped or self._evaluations.complete(self._updates)
+        for name in (name for name, limit in self._starting.items() if now > limit):
+            seconds = self._config.supervision.start_time_limit_s
+            raise RunFailedError(f"{name} was not ready within {seconds:.0f} s (supervision.start_time_limit_s)")
         limit = self._config.supervision.stall_limit_s
         if now - self._last_progress > limit:
             missing = self._get(self._services.alive["buffer"].missing.remote(), "buffer")
             raise RunFailedError(f"no batch was finished for {limit:.0f} s (supervision.stall_limit_s): {missing}")
+
+    def _expect(self, name: str) -> None:
+        self._starting[name] = self._clock() + self._config.supervision.start_time_limit_s
 
     def _watch_status(self) -> None:
         self._status_at = None
@@ -318,20 +333,3 @@ class Supervisor:
 
     def _elapsed(self) -> float:
         return round(self._clock() - self._began, 3)
-
-
-def cause_of(error: RayError) -> BaseException:
-    """What a service raised, out of Ray's wrapping."""
-    cause: BaseException | None = error.cause if isinstance(error, RayTaskError) else None
-    return error if cause is None else cause
-
-
-def named(cause: BaseException, service: str) -> SlipstreamError:
-    """An error of ours as it is; anything else as a failed run that names the service."""
-    if isinstance(cause, SlipstreamError):
-        return cause
-    return RunFailedError(f"{service} failed: {type(cause).__name__}: {first_line(cause)}")
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
