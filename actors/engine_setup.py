@@ -98,6 +98,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enable_prefix_caching": True,
+        # A prompt in two pieces ends vLLM on CPUs: for a request with a seed it would have to rewind the generator of
+        # random numbers, and "CPU Generator does not use offset". Long prompts come back with every dropped KV.
+        "enable_chunked_prefill": settings.device != "cpu",
         "scheduling_policy": "priority",  # puts the canary first after a switch
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
         "enforce_eager": settings.enforce_eager,

@@ -118,7 +118,7 @@ def checked_file(manifest: WeightManifest, checkpoint: Checkpoint) -> Iterator[s
         WeightUpdateError: the file is missing, truncated, altered, or holds a tied head unlike its embedding.
     """
     try:
-        file = open(manifest.path, "rb")  # noqa: SIM115: the caller of this context closes it
+        file = open(manifest.path, "rb")  # noqa: SIM115 - closed by whoever leaves this context
     except OSError as error:
         raise WeightUpdateError(f"version {manifest.version}: {manifest.path} cannot be read: {error}") from error
     with file:

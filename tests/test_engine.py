@@ -148,6 +148,16 @@ def test_more_requests_than_slots_are_all_served(served: Served) -> None:
         assert errors_against(served.model, one, generation).max() < ATOL
 
 
+def test_prompts_beyond_one_steps_budget_keep_their_seeds(served: Served) -> None:
+    """F-31. 16 prompts of 200 tokens are more than the 2048 that vLLM computes in one step."""
+    asked = [request([(i * j) % VOCAB_SIZE for j in range(1, 201)], seed=i, max_new_tokens=8) for i in range(1, 17)]
+    together = served.generate(*asked)
+    for one, generation in zip(asked, together, strict=True):
+        assert errors_against(served.model, one, generation).max() < ATOL
+    alone = [served.generate(one)[0] for one in asked]
+    assert [g.token_ids.tolist() for g in together] == [g.token_ids.tolist() for g in alone]
+
+
 def test_requests_that_do_not_fit_are_refused_and_the_engine_goes_on(served: Served) -> None:
     for bad in (
         request([]),
