@@ -217,7 +217,7 @@ def test_over_long_prompts_are_given_back_before_the_engine_sees_them() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("observed", [1, 3, 9, 40])
+@pytest.mark.parametrize("observed", [1, 3, 9, 18, 19, 40])
 def test_an_episode_that_runs_out_of_tokens_is_truncated_and_trained_up_to_the_cut(observed: int) -> None:
     """F-29: the budget of a turn is never below 1."""
     environment = FunctionEnvironment(lambda turn, response: Step(done=False, observation="b" * observed))
@@ -236,7 +236,7 @@ def test_an_episode_that_runs_out_of_tokens_is_truncated_and_trained_up_to_the_c
     assert trajectory.finish_reason is FinishReason.LENGTH
     assert len(trajectory.token_ids) <= 32
     assert trajectory.loss_mask.tolist()[-1]
-    assert len(trajectory.turns) == len(budgets) == {1: 6, 3: 4, 9: 2, 40: 1}[observed]
+    assert len(trajectory.turns) == len(budgets) == {1: 6, 3: 4, 9: 2, 18: 2, 19: 1, 40: 1}[observed]
 
 
 # Seeds (F-31)
