@@ -104,7 +104,7 @@ class EnvironmentCaller:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
-        def settle(result: T | None, error: BaseException | None) -> None:
+        def settle(result: T | None, error: Exception | None) -> None:
             if answer.done():  # too late, or given up
                 return
             if error is None:
@@ -113,7 +113,8 @@ class EnvironmentCaller:
                 answer.set_exception(error)
 
         def work() -> None:
-            result, error = None, None
+            result: T | None = None
+            error: Exception | None = None
             try:
                 result = function(*arguments)
             except StopIteration as stop:  # cannot be put into a future
