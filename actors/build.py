@@ -7,13 +7,10 @@ from pathlib import Path
 from actors.engine import EngineSettings, make_engine
 from actors.environment import make_environment
 from actors.formatting import load_formatter
-from actors.reward import RewardPool
+from actors.reward import ENVIRONMENT_REWARD, RewardPool
 from actors.rollout import RolloutWorker
 from buffer.links import ActorLink
 from common.config import RunConfig
-
-FROM_ENVIRONMENT = "environment"  # reward.function that leaves scoring to the environment
-
 
 def engine_settings(config: RunConfig, model_folder: Path) -> EngineSettings:
     """The engine's part of a config whose `auto` settings are decided."""
@@ -47,7 +44,7 @@ def build_worker(actor_id: str, config: RunConfig, model_folder: Path, link: Act
     """
     reward = config.reward
     rewards = None
-    if reward.function != FROM_ENVIRONMENT:
+    if reward.function != ENVIRONMENT_REWARD:
         rewards = RewardPool(
             reward.function, config.import_dir, processes=reward.processes, time_limit_s=reward.time_limit_s
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnavailableError
 
 from buffer.links import ActorLink, LearnerLink, Poll
 from common import columns, wire
@@ -24,6 +25,10 @@ class RayActorLink:
     Args:
         service: handle of the `ReplayBufferService`.
         localise: makes the file of a publication readable on this node.
+
+    Raises (every call):
+        ConnectionError: the buffer is out of reach for now; to be tried again.
+        ray.exceptions.RayActorError: it is dead.
     """
 
     def __init__(self, service: Any, localise: Callable[[WeightManifest], Awaitable[WeightManifest]]) -> None:
@@ -31,17 +36,23 @@ class RayActorLink:
         self._localise = localise
 
     async def poll(self, actor_id: str, num_slots: int, loaded_version: int, wait_s: float) -> Poll:
-        poll: Poll = await self._service.poll.remote(actor_id, num_slots, loaded_version, wait_s)
+        poll: Poll = await self._call("poll", actor_id, num_slots, loaded_version, wait_s)
         return replace(poll, manifest=await self._localise(poll.manifest)) if poll.manifest else poll
 
     async def heartbeat(self, actor_id: str, lease_ids: Sequence[LeaseId]) -> list[LeaseId]:
-        return await self._service.heartbeat.remote(actor_id, list(lease_ids))  # type: ignore[no-any-return]
+        return await self._call("heartbeat", actor_id, list(lease_ids))  # type: ignore[no-any-return]
 
     async def complete(self, trajectory: Trajectory) -> Receipt:
-        return await self._service.complete.remote(wire.encode(trajectory))  # type: ignore[no-any-return]
+        return await self._call("complete", wire.encode(trajectory))  # type: ignore[no-any-return]
 
     async def fail(self, lease_id: LeaseId, failure: Failure) -> Receipt:
-        return await self._service.fail.remote(lease_id, failure)  # type: ignore[no-any-return]
+        return await self._call("fail", lease_id, failure)  # type: ignore[no-any-return]
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self._service, method).remote(*arguments)
+        except ActorUnavailableError as error:
+            raise ConnectionError(f"the buffer cannot be reached: {error}") from error
 
 
 class RayLearnerLink:

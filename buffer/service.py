@@ -144,6 +144,7 @@ class ReplayBufferService:
             if answer is not None or left <= 0:
                 return answer
             try:
-                await asyncio.wait_for(changed.wait(), min(left, TICK_S))
+                async with asyncio.timeout(min(left, TICK_S)):
+                    await changed.wait()
             except TimeoutError:
                 self._buffer.tick()

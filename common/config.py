@@ -441,6 +441,16 @@ def impossible_combinations(config: RunConfig) -> list[str]:
             f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a response after "
             f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
         )
+    if config.reward.function == "environment" and config.environment.name == "single-turn":
+        problems.append(
+            'reward.function = "environment" leaves scoring to the environment, and single-turn gives no reward: '
+            "name a reward function, or another environment"
+        )
+    if config.reward.function == "reasoning-gym" and not config.data.source.startswith("reasoning-gym:"):
+        problems.append(
+            f'reward.function = "reasoning-gym" scores rows of data.source = "reasoning-gym:NAME", not of '
+            f"{config.data.source!r}"
+        )
     if config.environment.name == "single-turn" and config.environment.max_turns != 1:
         problems.append(
             f"environment.max_turns = {config.environment.max_turns} has no effect on single-turn: set it to 1"
