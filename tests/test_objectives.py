@@ -331,6 +331,14 @@ def test_entropy_loss_pushes_entropy_up() -> None:
     assert metrics["entropy/sum"].item() / metrics["entropy/tokens"].item() == 1.5
 
 
+def test_value_targets_carry_no_gradient() -> None:
+    values, returns = torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    value_loss(values, returns, torch.ones(1))[0].backward()
+    assert values.grad is not None
+    assert values.grad.item() == -2.0
+    assert returns.grad is None
+
+
 def test_value_clip_needs_both_its_parts() -> None:
     with pytest.raises(ValueError, match="old_values and clip_range"):
         value_loss(torch.zeros(1), torch.zeros(1), torch.ones(1), clip_range=0.2)

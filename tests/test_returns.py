@@ -162,6 +162,11 @@ def test_reward_lies_at_the_last_sampled_token() -> None:
 
 
 @pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+def test_reward_that_is_not_finite_is_given_to_no_token(missing: float) -> None:
+    assert rewards_at_last_token(torch.tensor([missing, 2.0]), torch.tensor([0, 0, 1]), ALL).tolist() == [0.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
 def test_unscorable_trajectory_is_left_out_of_value_learning(missing: float) -> None:
     """F-21, single rollouts."""
     ids, rewards = torch.tensor([0, 0, 1]), torch.tensor([missing, 1.0])
