@@ -12,6 +12,7 @@ from actors.rollout import RolloutWorker
 from buffer.links import ActorLink
 from common.config import RunConfig
 
+
 def engine_settings(config: RunConfig, model_folder: Path) -> EngineSettings:
     """The engine's part of a config whose `auto` settings are decided."""
     engine, rollout = config.engine, config.rollout
@@ -31,6 +32,7 @@ def engine_settings(config: RunConfig, model_folder: Path) -> EngineSettings:
         tensor_parallel_size=engine.tensor_parallel_size,
         enforce_eager=engine.enforce_eager,
         transport=config.weights.transport,
+        weights_folder=config.weights.folder,
         canary_atol=config.weights.canary_tolerance,
     )
 
