@@ -222,7 +222,7 @@ def _run(run_dir: RunDir, config: RunConfig) -> int:
     with run_dir.lock():
         run_dir.write_config(config)
         print(f"run directory: {run_dir.path}", file=sys.stderr)
-        print("loading torch and Ray, some seconds", file=sys.stderr, flush=True)
+        print("loading Ray, some seconds", file=sys.stderr, flush=True)
         from deploy.launch import train
 
         try:
