@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from actors.engine import EngineSettings
-from actors.engine_setup import CANARY_PRIORITY, described, engine_arguments, import_vllm
+from actors.engine_setup import CANARY_PRIORITY, described, engine_arguments, import_vllm, refusals
 from common.errors import EngineDeadError
 
 Command = Callable[[], None]  # run by the engine's thread between two steps; an exception ends the engine
@@ -168,7 +168,7 @@ class InProcessDriver:
 
         try:
             self._llm.add_request(request_id, tokens_input(prompt_ids), params, priority=priority)
-        except ValueError as error:  # the request is at fault, not the engine
+        except refusals() as error:
             self._post(self._refuse, request_id, error)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
