@@ -32,7 +32,7 @@ def ray_session(config: RunConfig) -> Iterator[None]:
         address=address or "local",
         include_dashboard=False if not address else None,
         log_to_driver=False,
-        logging_level="WARNING",
+        logging_level="ERROR",  # below it are hints for people who run Ray by hand
         configure_logging=True,
         runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}} if address else None,
     )
