@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import queue
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,10 @@ from typing import Any
 from actors.engine import EngineSettings
 from actors.engine_setup import CANARY_PRIORITY, described, engine_arguments, import_vllm, refusals
 from common.errors import EngineDeadError
+
+# How long a thread that wants the interpreter waits before it asks for it. The engine never rests, and the event loop
+# would spend Python's 5 ms anew at each of the many small things that it does for a trajectory.
+SWITCH_INTERVAL_S = 0.0005
 
 Command = Callable[[], None]  # run by the engine's thread between two steps; an exception ends the engine
 
@@ -34,6 +39,7 @@ class InProcessDriver:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread.start()
         await self._ready
 
