@@ -89,6 +89,7 @@ class Supervisor:
         self._learner_ready = False
         self._updates = 0
         self._version = 0
+        self._checkpoint = ""  # newest folder
         self._ending = ""  # reason, once no further step is wanted
         self._done = False
 
@@ -234,18 +235,22 @@ class Supervisor:
         self._run_dir.record(line)
         self._progress.update(line)
         self._exporter.update(line)
-        if record.checkpoint:
-            self._event(f"checkpoint {record.checkpoint}")
+        self._note_checkpoint(record.checkpoint)
 
     def _end(self, reason: str) -> None:
         """No further step: save, evaluate what was reached, then stop the loop."""
         self._ending = reason
         handle = self._services.alive["learner"]
         self._progress.phase("saving the last checkpoint")
-        self._event(f"checkpoint {self._get(handle.save.remote(), 'learner', SAVE_LIMIT_S)}")
+        self._note_checkpoint(self._get(handle.save.remote(), "learner", SAVE_LIMIT_S))
         self._get(self._services.alive["buffer"].stop_issuing.remote(), "buffer")
         if self._held_out and reason != "stopped":
             self._progress.phase("evaluating the final weights")
+
+    def _note_checkpoint(self, folder: str) -> None:
+        if folder and folder != self._checkpoint:
+            self._checkpoint = folder
+            self._event(f"checkpoint {folder}")
 
     # Evaluation
 
