@@ -77,7 +77,8 @@ def train(config: RunConfig, run_dir: RunDir) -> RunSummary:
             raise
         progress.phase("writing the report")
         report = write_report(run_dir.path)
-    return summarise(run_dir.path, end, report, stopped_by=stop.signal)
+    stopped_by = stop.signal if end.reason == "stopped" else None  # a signal after the last update changes nothing
+    return summarise(run_dir.path, end, report, stopped_by=stopped_by)
 
 
 def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopRequest) -> RunEnd:

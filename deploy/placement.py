@@ -12,6 +12,11 @@ from common.transport import Transport, choose_transport
 CPUS = {"buffer": 0.1, "learner": 0.5, "actor": 0.5, "learner on GPU": 1, "actor on GPU": 1}
 
 
+def needed_cpus(config: RunConfig) -> float:
+    """What Ray sets aside for all services on CPUs."""
+    return CPUS["buffer"] + CPUS["learner"] + config.rollout.num_actors * CPUS["actor"]
+
+
 def resolve_auto(config: RunConfig, num_gpus: int) -> RunConfig:
     """Settings that say `auto`, decided by whether there are GPUs.
 
