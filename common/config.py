@@ -142,6 +142,10 @@ class GroupsConfig(Table):
     straggler_after_s: float = Field(300.0, gt=0)
     """Seconds after the first member's delivery that make the missing ones late."""
 
+    max_uninformative_batches: int = Field(20, ge=0)
+    """Batches in a row in whose groups all rewards are equal, after which the run ends: nothing is left to learn. It
+    fails if no group's rewards ever differed. 0: never."""
+
     close_at: int | None = Field(None, ge=2)
     """Delivered members that are enough to close a group; needed for `close` and `convert`."""
 

@@ -27,6 +27,7 @@ from deploy.progress import Progress
 from deploy.records import evaluation_record, update_record
 from deploy.run_dir import RunDir
 from deploy.services import Services
+from deploy.signal_watch import SignalWatch
 from learner.steps import StartRecord, StepRecord
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ SAVE_LIMIT_S = 600.0
 class RunEnd:
     """How a run ended without an error."""
 
-    reason: str  # "all updates done", "end of data" or "stopped"
+    reason: str  # "all updates done", "end of data", "stopped" or "nothing left to learn: …"
     completed_updates: int
     restarts: int
 
@@ -82,6 +83,8 @@ class Supervisor:
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._evaluations = EvaluationSchedule(config.evaluation.every_updates if held_out else None)
+        self._signal = SignalWatch(config.groups.max_uninformative_batches)
+        self._nothing_to_learn = ""
         self._status: BufferStatus | None = None
         self._status_at: float | None = None  # when to ask again; none while an answer is awaited
         self._last_progress = clock()
@@ -213,6 +216,8 @@ class Supervisor:
     def _next_step(self) -> None:
         if self._stop_requested():
             self._end("stopped")
+        elif self._nothing_to_learn:
+            self._end(self._nothing_to_learn)
         elif self._updates >= self._config.max_updates:
             self._end("all updates done")
         else:
@@ -248,6 +253,7 @@ class Supervisor:
         self._run_dir.record(line)
         self._progress.update(line)
         self._exporter.update(line)
+        self._nothing_to_learn = self._signal.see(line)
         self._note_checkpoint(record.checkpoint)
 
     def _end(self, reason: str) -> None:

@@ -10,6 +10,8 @@ from common.errors import CanaryError, ConfigError, EngineDeadError, RunFailedEr
 from deploy.evaluation import EvaluationSchedule
 from deploy.failures import died, named, replaceable
 from deploy.placement import needed_cpus
+from deploy.run_dir import Record
+from deploy.signal_watch import SignalWatch
 
 
 def raised(cause: Exception) -> RayTaskError:
@@ -106,3 +108,32 @@ def test_error_of_ours_is_said_as_it_is_and_any_other_names_its_service() -> Non
 def test_cpus_of_all_services_are_counted() -> None:
     config = RunConfig.model_validate({"rollout": {"num_actors": 3}})
     assert needed_cpus(config) == pytest.approx(0.1 + 0.5 + 3 * 0.5)
+
+
+def batch(groups: int, uninformative: int) -> Record:
+    return {"batch/groups": groups, "batch/uninformative_groups": uninformative, "batch/reward_mean": 1.0}
+
+
+def test_run_whose_rewards_never_vary_fails_within_its_bound() -> None:
+    """F-16."""
+    watch = SignalWatch(3)
+    assert [watch.see(batch(4, 4)) for _ in range(2)] == ["", ""]
+    with pytest.raises(
+        RunFailedError, match="in 3 batches no group had rewards that differ.*max_uninformative_batches"
+    ):
+        watch.see(batch(4, 4))
+
+
+def test_run_that_has_learned_ends_well_when_nothing_is_left() -> None:
+    watch = SignalWatch(2)
+    assert watch.see(batch(4, 3)) == ""
+    assert watch.see(batch(4, 4)) == ""
+    assert watch.see(batch(4, 3)) == ""  # not in a row
+    assert watch.see(batch(4, 4)) == ""
+    assert "nothing left to learn" in watch.see(batch(4, 4))
+
+
+def test_equal_rewards_end_nothing_without_a_limit_or_without_groups() -> None:
+    assert [SignalWatch(0).see(batch(4, 4)) for _ in range(50)] == [""] * 50
+    single = SignalWatch(1)
+    assert [single.see({"batch/reward_mean": 1.0}) for _ in range(3)] == [""] * 3
