@@ -82,7 +82,9 @@ def make_status(**changes: Any) -> BufferStatus:
         "no_update_in_a_row": 0,
         "failed_prompts": (),
         "beyond_bound": {},
+        "oldest_lease_s": 0.0,
         "fatal": None,
+        "end_of_data": False,
     }
     return BufferStatus(**{**fields, **changes})
 
