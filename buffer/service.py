@@ -136,9 +136,6 @@ class ReplayBufferService:
         self._notify()
         return self._buffer.snapshot()
 
-    async def end_of_data(self) -> bool:
-        return self._buffer.end_of_data
-
     async def missing(self) -> str:
         return self._buffer.missing()
 
