@@ -310,7 +310,7 @@ class CheckpointConfig(Table):
     """`[checkpoint]`: what a run can be resumed from."""
 
     every_updates: int = Field(20, ge=0)
-    """Updates between checkpoints; 0: only at the end."""
+    """Batches between checkpoints, those without an update included; 0: only at the end."""
 
     keep: int = Field(2, ge=1)
     """Newest complete checkpoints that stay."""
