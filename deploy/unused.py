@@ -10,14 +10,33 @@ from common.config_load import valid_keys
 
 
 def settings_without_effect(config: RunConfig) -> list[str]:
-    """A line for each setting that differs from its default without changing anything, with the reason."""
+    """A line for each setting that does not change anything, with the reason: those that differ from their default,
+    and a trust region that leaves stale tokens uncorrected."""
     defaults = RunConfig()
-    return [
+    lines = [
         f"{key} = {_value(config, key)!r} has no effect: {reason}"
         for prefix, reason, unused in RULES
         if unused(config)
         for key in valid_keys()
         if (key == prefix or key.startswith(prefix + ".")) and _value(config, key) != _value(defaults, key)
+    ]
+    return lines + uncorrected_staleness(config)
+
+
+def uncorrected_staleness(config: RunConfig) -> list[str]:
+    """A line if stale tokens are trained on as if they were fresh, though a trust region is set.
+
+    The learner makes one update of a batch, so that the policy before the update and the policy being trained are the
+    same and their ratio is 1 on every token.
+    """
+    algorithm, bound = config.algorithm, config.staleness.bound
+    if algorithm.reference != "proximal" or algorithm.trust_region == "none" or not bound:
+        return []
+    return [
+        f"algorithm.trust_region = {algorithm.trust_region!r}, eps_low and eps_high have no effect: with "
+        "algorithm.reference = 'proximal' and one update a batch every ratio is 1, so that tokens up to "
+        f"{bound} versions stale (staleness.bound) are trained on without any correction. Set algorithm.reference = "
+        "'behaviour', as recipe grpo-dis does, or staleness.bound = 0"
     ]
 
 
