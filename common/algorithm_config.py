@@ -98,7 +98,7 @@ class AlgorithmConfig(Table):
     """Ratio of the token; geometric mean over its sequence (sequence_token: with the token's own gradient); product."""
 
     reference: Literal["behaviour", "proximal", "interpolated"] = "behaviour"
-    """Denominator of the ratio: log-probs of the engine, the learner's before the update, or between both by version."""
+    """Denominator of the ratio: log-probs of the engine, the learner's before the update, or between by version."""
 
     trust_region: Literal["none", "clip", "mask", "truncate", "soft_gate", "gamma_weight", "probability_shift"] = "mask"
     """No limit, PPO's clip, DIS's mask, CISPO's cap, SAPO's gate, VESPO's weight, or DPPO's change of probability."""
@@ -331,6 +331,11 @@ def _impossible_objectives(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             'algorithm.advantage = "implicit" is made by algorithm.loss = "implicit_value": without it the policy '
             "holds no value; set the loss, or another advantage"
+        )
+    if algorithm.loss == "optimal_value" and algorithm.whitening != "none":
+        yield (
+            f'algorithm.whitening = "{algorithm.whitening}" changes the target that algorithm.loss = "optimal_value" '
+            'regresses on: set it to "none"'
         )
     shaped = algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward"
     if shaped and algorithm.kl_estimator != "k1":

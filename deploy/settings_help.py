@@ -11,7 +11,8 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from common.config import RunConfig, Table
+from common.config import RunConfig
+from common.table import Table
 from common.config_load import nearest
 from common.errors import ConfigError
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from common.config import RunConfig
 from common.config_load import valid_keys
+from deploy.unused_algorithm import ALGORITHM_RULES, Rule
 
 
 def settings_without_effect(config: RunConfig) -> list[str]:
@@ -28,10 +28,6 @@ def _value(config: RunConfig, dotted: str) -> Any:
     return value
 
 
-def _no_value_function(config: RunConfig) -> bool:
-    return config.algorithm.value == "none"
-
-
 def _on_gpu(config: RunConfig) -> bool:
     return config.engine.device == "cuda"
 
@@ -48,26 +44,9 @@ def _has_options(config: RunConfig) -> bool:
     return config.data.source.startswith(("reasoning-gym:", "python:"))
 
 
-# A key or a table, why it is unused, and when. `auto` devices are decided before this is asked.
-RULES: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
-    ("value", "this recipe has no value function", _no_value_function),
-    ("algorithm.gamma", "this recipe has no value function", _no_value_function),
-    ("algorithm.policy_lambda", "this recipe has no value function", _no_value_function),
-    ("algorithm.lambda_alpha", "this recipe has no value function", _no_value_function),
-    ("algorithm.value_lambda", "this recipe has no value function", _no_value_function),
-    ("algorithm.length_stop", "this recipe has no value function", _no_value_function),
-    (
-        "algorithm.lambda_alpha",
-        "algorithm.policy_lambda is a number",
-        lambda c: c.algorithm.value != "none" and c.algorithm.policy_lambda != "length_adaptive",
-    ),
-    ("algorithm.eps_low", 'algorithm.trust_region is "none"', lambda c: c.algorithm.trust_region == "none"),
-    ("algorithm.eps_high", 'algorithm.trust_region is "none"', lambda c: c.algorithm.trust_region == "none"),
-    (
-        "value.freeze_attention",
-        "the value function is a head on the policy",
-        lambda c: c.algorithm.value == "policy_head",
-    ),
+# `auto` devices are decided before this is asked.
+RULES: tuple[Rule, ...] = (
+    *ALGORITHM_RULES,
     ("groups.straggler", "groups.size is 1", lambda c: c.groups.size == 1),
     ("groups.straggler_after_s", "groups.size is 1", lambda c: c.groups.size == 1),
     (

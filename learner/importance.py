@@ -222,7 +222,7 @@ def truncate(log_ratios: Tensor, logprobs: Tensor, *, cap: Tensor | float, floor
         log_ratios: [N]; logprobs: [N], nats; carries the gradient.
     """
     safe, finite = finite_log_ratio(log_ratios)
-    weights = torch.clamp(safe.exp(), floor, cap)  # type: ignore[call-overload]  # two numbers, or two tensors
+    weights = torch.clamp(safe.exp(), floor, cap)  # type: ignore[arg-type]  # two numbers, or two tensors
     return _weighted_score(logprobs, weights, finite, log_ratios)
 
 

@@ -103,5 +103,6 @@ class TrainingLoop:
 
     def _save_if_due(self) -> str:
         every, updates = self._config.checkpoint.every_updates, self._learner.completed_updates
-        due = every and updates % every == 0 and updates != self._saved_at and updates > 0
+        # A batch may bring several updates, and so step over a multiple.
+        due = every and updates // every > (self._saved_at or 0) // every
         return self.save() if due else ""

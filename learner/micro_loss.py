@@ -20,7 +20,7 @@ from learner.scoring import Scores, compare
 from learner.segments import segment_mean
 from learner.token_loss import Tokens, correction_of, kept_sequences, surrogate_of
 
-MASKED = "policy/masked_table"  # of `count_masked`
+MASKED = "masked by cell"  # of `count_masked`
 MEANS = {  # sums of losses that are shown as means over tokens or trajectories, by their metric's name
     "entropy": "policy/entropy",
     "kl": "policy/kl_reference",

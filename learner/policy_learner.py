@@ -164,7 +164,7 @@ class PolicyLearner:
                 log_ratios[micro.tokens] = region_log_ratios(algorithm, self._accumulate.tokens(task, micro, logprobs))
 
         def candidates(start: float, stop: float) -> list[float]:
-            return np.linspace(start, stop, algorithm.balance_steps + 1).tolist()
+            return [float(bound) for bound in np.linspace(start, stop, algorithm.balance_steps + 1)]
 
         lows = candidates(1 - algorithm.eps_low, 1 - algorithm.balance_eps_low)
         highs = candidates(1 + algorithm.eps_high, 1 + algorithm.balance_eps_high)
@@ -193,8 +193,7 @@ class PolicyLearner:
         norm = self._optimizer.gradient_norm()
         rate = self._learning_rate(completed_updates) * self._rate_scale(task, minibatch, seen, metrics)
         metrics.update({"policy/grad_norm": norm, "policy/learning_rate": rate})
-        tally.add({"policy/usable_tokens": tally.usable()})
-        if not tally.sums["policy/usable_tokens"]:
+        if not tally.usable():
             self._optimizer.discard_gradients()
             return 0
         if not math.isfinite(norm):
@@ -232,7 +231,6 @@ def summarise(tallies: Sequence[Tally]) -> StepMetrics:
     for tally in tallies:
         for name, value in tally.sums.items():
             totals[name] = totals[name] + value if name in totals else value
-    totals.pop("policy/usable_tokens", None)
     metrics = describe_masked(totals.pop(MASKED)) if MASKED in totals else {}
     numbers = {name: float(value) for name, value in totals.items()}
     for name in MEANS:

@@ -35,7 +35,7 @@ def make_value_function(config: RunConfig, folder: Path, compute: Compute, polic
     if kind == "own_model":
         return ValueModel(folder, compute, freeze_attention=config.value.freeze_attention)
     if kind == "policy_head":
-        width = policy.module.get_input_embeddings().weight.shape[1]  # type: ignore[operator, union-attr]
+        width = policy.module.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         return PolicyHead(policy, width, seed=config.seed)
     assert kind == "none"
     return None
