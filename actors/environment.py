@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,7 +38,11 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """Stateless; made once for an actor."""
+    """Stateless; made once for an actor.
+
+    One with an attribute `instant = True` is called straight from the event loop: for code of ours that computes next
+    to nothing and cannot hang.
+    """
 
     def start(self, prompt: Prompt, seed: int) -> Episode:
         """A new episode that begins with `prompt`."""
@@ -72,11 +78,31 @@ def make_environment(config: EnvironmentConfig, import_dir: str = "") -> Environ
     return ENVIRONMENTS[config.name]()
 
 
+class Caller(Protocol):
+    """How an environment is called."""
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What `function(*arguments)` returns or raises."""
+        ...
+
+
+def make_caller(environment: Environment, limit_s: float) -> Caller:
+    return DirectCaller() if getattr(environment, "instant", False) else EnvironmentCaller(limit_s)
+
+
+class DirectCaller:
+    """Calls at once, in the event loop. Handing a call to a thread costs more than such a call itself."""
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        return function(*arguments)
+
+
 class EnvironmentCaller:
     """Runs code of an environment in threads of its own, each call with a time limit.
 
-    A thread cannot be killed: one that hangs is left behind, and too many of them are an error, so that the actor is
-    replaced instead of drowning in them.
+    Threads are used again: while an engine keeps the interpreter busy, starting one takes many times as long as a short
+    call. A thread cannot be killed: one that hangs is left behind, and too many of them are an error, so that the actor
+    is replaced instead of drowning in them.
 
     Args:
         limit_s: of one call.
@@ -86,7 +112,8 @@ class EnvironmentCaller:
     def __init__(self, limit_s: float, max_stuck: int = 16) -> None:
         self._limit_s = limit_s
         self._max_stuck = max_stuck
-        self._stuck: list[threading.Thread] = []
+        self._idle: list[_CallThread] = []
+        self._stuck: list[_CallThread] = []
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """What `function(*arguments)` returns or raises.
@@ -95,12 +122,36 @@ class EnvironmentCaller:
             StepTimeoutError: it took longer than the limit.
             StuckEnvironmentError: more than `max_stuck` earlier calls are still running.
         """
-        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        self._idle += [thread for thread in self._stuck if not thread.busy]
+        self._stuck = [thread for thread in self._stuck if thread.busy]
         if len(self._stuck) > self._max_stuck:
             raise StuckEnvironmentError(
                 f"{len(self._stuck)} calls into the environment are still running after "
                 f"environment.step_time_limit_s = {self._limit_s:g}: raise the limit, or mend the environment"
             )
+        thread = self._idle.pop() if self._idle else _CallThread()
+        answer = thread.begin(function, *arguments)
+        try:
+            await asyncio.wait({answer}, timeout=self._limit_s)
+        finally:  # also when the caller is cancelled
+            (self._idle if answer.done() else self._stuck).append(thread)
+            answer.cancel()  # no effect on one that is done
+        if answer.cancelled():
+            raise StepTimeoutError(f"the environment took longer than {self._limit_s:g} s")
+        return answer.result()
+
+
+class _CallThread:
+    """A thread for one call after the other. It ends with the process."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        """A call is running."""
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="environment", daemon=True).start()
+
+    def begin(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """Start a call; the future belongs to the running loop."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -121,19 +172,14 @@ class EnvironmentCaller:
                 error = RuntimeError(f"StopIteration: {stop}")
             except BaseException as raised:  # an exit() in a thread must not end quietly
                 error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-            try:
+            self.busy = False  # before the loop hears of it and gives the next call
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                return
 
-        thread = threading.Thread(target=work, name="environment", daemon=True)
-        thread.start()
-        try:
-            await asyncio.wait({answer}, timeout=self._limit_s)
-        finally:  # also when the caller is cancelled
-            if not answer.done():
-                answer.cancel()
-                self._stuck.append(thread)
-        if answer.cancelled():
-            raise StepTimeoutError(f"the environment took longer than {self._limit_s:g} s")
-        return answer.result()
+        self.busy = True
+        self._calls.put(work)
+        return answer
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engine import Engine, Generation, GenerationRequest
-from actors.environment import Environment, EnvironmentCaller, Episode, Step, StepTimeoutError
+from actors.environment import Environment, Episode, Step, StepTimeoutError, make_caller
 from actors.formatting import PromptFormatter
 from actors.reward import RewardPool
 from actors.stream import TokenStream
@@ -86,7 +86,7 @@ class EpisodePlayer:
         self._formatter = formatter
         self._rollout = rollout
         self._max_turns = environment_config.max_turns
-        self._caller = EnvironmentCaller(environment_config.step_time_limit_s)
+        self._caller = make_caller(environment, environment_config.step_time_limit_s)
 
     async def play(self, prompt: Prompt, *, name: str, temperature: float, seed: int) -> Rollout:
         """One episode. Its reward is the sum of the environment's rewards and the score of the last turn's text.
@@ -100,7 +100,7 @@ class EpisodePlayer:
             OverLongPromptError: nothing was generated.
             EngineDeadError, CanaryError: see `Engine.generate`.
             ConfigError, ResourceError: see `PromptFormatter.prompt_ids` and `RewardPool.score`.
-            StuckEnvironmentError: see `EnvironmentCaller.call`.
+            StuckEnvironmentError: see `actors.environment.EnvironmentCaller.call`.
             Exception: whatever else the environment or the engine raised for this prompt.
         """
         prompt_ids = self._formatter.prompt_ids(prompt)

@@ -21,7 +21,7 @@ class NodeCache:
     Args:
         folder: shared memory of this node.
         node_id: this node; a manifest that names it is left as it is.
-        fetch: brings the bytes of another node's publication.
+        fetch: brings the bytes of another node's publication; raises FileNotFoundError if it is gone.
     """
 
     def __init__(self, folder: Path, node_id: str, fetch: Callable[[WeightManifest], Awaitable[bytes]]) -> None:
@@ -33,6 +33,9 @@ class NodeCache:
     async def localise(self, manifest: WeightManifest) -> WeightManifest:
         """The same manifest with a path of this node.
 
+        A publication that is gone, because newer ones are out, stays as it is: the engine refuses it, and the newest is
+        tried next.
+
         Raises:
             ResourceError: the folder has no room.
         """
@@ -43,7 +46,11 @@ class NodeCache:
             async with self._locked():
                 if not path.exists():
                     partial = path.with_suffix(".partial")
-                    partial.write_bytes(await self._fetch(manifest))
+                    try:
+                        data = await self._fetch(manifest)
+                    except FileNotFoundError:
+                        return manifest
+                    partial.write_bytes(data)
                     partial.rename(path)
                     self._fetched.append(path)
             self._remove(self._fetched[:-KEEP])

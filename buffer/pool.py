@@ -27,7 +27,7 @@ class UnitPool:
         self._ready_at: Counter[int | None] = Counter()  # of these, ready
         self._ready: list[tuple[tuple[int, int], GroupId]] = []  # heap; entries of units dropped since are skipped
         self._num_ready = 0  # units
-        self._last_versions: list[tuple[int, GroupId]] = []  # heap; looked at again when its version has passed
+        self._last_versions: list[tuple[int, GroupId]] = []  # heap; the lowest entry of a unit holds
 
     @property
     def live_samples(self) -> int:
@@ -81,9 +81,9 @@ class UnitPool:
         """The oldest ready units, in order; they are in training from now on."""
         taken: list[Unit] = []
         while len(taken) < num_units:
-            key, unit_id = heapq.heappop(self._ready)
+            _, unit_id = heapq.heappop(self._ready)
             unit = self._live.get(unit_id)
-            if unit is not None and unit.stage is Stage.READY and unit.order == key:
+            if unit is not None and unit.stage is Stage.READY:
                 self._leave_ready(unit)
                 unit.stage = Stage.IN_TRAINING
                 taken.append(unit)
@@ -97,10 +97,7 @@ class UnitPool:
         while self._last_versions and self._last_versions[0][0] < version:
             _, unit_id = heapq.heappop(self._last_versions)
             unit = self._live.get(unit_id)
-            if unit is None or unit.stage is Stage.IN_TRAINING:
-                continue  # a unit that returns from training is indexed anew
-            last = self._last_version(unit)
-            if last is not None and last < version:
+            if unit is not None and unit.stage is not Stage.IN_TRAINING:  # one that returns is indexed anew
                 doomed[unit_id] = unit
         return list(doomed.values())
 

@@ -92,7 +92,9 @@ class ReplayBuffer:
     # For actors
 
     def lease(self, actor_id: str, num_slots: int) -> list[Lease]:
-        """Up to `num_slots` leases for an actor, which is alive from now on. Never waits; [] while the gate is shut.
+        """Up to `num_slots` leases for an actor, which is alive from now on. Never waits.
+
+        [] while the gate is shut, and for an actor that was reported dead.
 
         Samples that wait for another attempt go first. One call hands out at most its share of what can be leased now,
         ceil(open leases / live actors) rounded up to whole groups, so that no actor gets everything. A group goes to
@@ -102,7 +104,7 @@ class ReplayBuffer:
         book = self._assembly.book
         book.hear(actor_id, now)
         leases: list[Lease] = []
-        if not self._shut:
+        if not self._shut and not book.buried(actor_id):
             size = self._settings.group_size
             open_leases = self._assembly.ledger.count(SampleState.QUEUED) + self._room() * size
             share = math.ceil(math.ceil(open_leases / book.num_actors) / size) * size
@@ -174,10 +176,18 @@ class ReplayBuffer:
         return Receipt(accepted=True)
 
     def lose_actor(self, actor_id: str) -> int:
-        """The actor is dead: its leases go back to the pool without using up attempts. Returns how many."""
+        """The actor is dead: its leases go back to the pool without using up attempts. Returns how many.
+
+        Its id is void from now on, so a replacement has another one. An actor that was only silent may come back.
+        """
         num_lost = self._assembly.lose_actor(actor_id)
+        self._assembly.book.bury(actor_id)
         self._commit()
         return num_lost
+
+    def reported_dead(self, actor_id: str) -> bool:
+        """Whether `lose_actor` named this id."""
+        return self._assembly.book.buried(actor_id)
 
     def tick(self) -> None:
         """Let time pass: silent actors, leases past their limits, late members of groups."""
@@ -228,12 +238,6 @@ class ReplayBuffer:
             self._run.highest_version = version
             self._changes.run_changed = True
             self._commit()
-
-    def reset_learner(self) -> None:
-        """The learner died before it finished its batch: the samples are ready again."""
-        self._batches.reopen()
-        self._open_batch = None
-        self._commit()
 
     def restore(self, last_finished_batch: BatchId | None, version: WeightVersion) -> WeightVersion:
         """The learner goes on from a checkpoint: samples of later batches are ready again, and the open batch is void.
@@ -292,10 +296,17 @@ class ReplayBuffer:
                 f"{run.no_update_in_a_row} batches in a row brought no update: their gradient was not finite, or they "
                 "had no usable token (limit: buffer.max_no_update_in_a_row)"
             )
-        if run.lost_in_a_row >= limits.max_lost_in_a_row:
-            return f"{run.lost_in_a_row} samples in a row gave no usable trajectory; the first: {run.first_loss}"
-        if run.first_loss and not run.sampled.count and self.end_of_data:
-            return f"the data ended without one usable trajectory of {run.issued}; the first loss: {run.first_loss}"
+        losses = run.losses
+        if losses.failed >= limits.max_lost_in_a_row:
+            return f"{losses.failed} prompts in a row gave no usable trajectory; the first: {losses.first_failure}"
+        if losses.failed + losses.over_long >= limits.max_lost_in_a_row and self._whole_pass_lost:
+            return (
+                f"a whole pass over the data, {self.num_rows} prompts, gave no usable trajectory; the first loss: "
+                f"{losses.first}"
+            )
+        ever_usable = run.sampled.count or run.counts[SampleState.TRAINED]  # the latter of before a resume
+        if losses.first and not ever_usable and self.end_of_data:
+            return f"the data ended without one usable trajectory of {run.issued}; the first loss: {losses.first}"
         return None
 
     def ledger(self) -> LedgerCounts:
@@ -319,6 +330,7 @@ class ReplayBuffer:
     def snapshot(self) -> BufferStatus:
         """Everything worth a metric, at one moment."""
         run, pool = self._run, self._assembly.pool
+        oldest = next(self._assembly.book.leased(), None)
         return BufferStatus(
             counts=self.ledger(),
             version=run.version,
@@ -328,6 +340,7 @@ class ReplayBuffer:
             admission_limit=self._settings.admission_limit,
             admission_room=self._room() * self._settings.group_size,
             num_actors=self._assembly.book.num_actors,
+            oldest_lease_s=self._clock() - oldest.issued_at if oldest else 0.0,
             held_bytes=self._assembly.held_bytes,
             open_batch=self._batches.open.batch_id if self._batches.open else None,
             batches=dict(run.batches),
@@ -341,7 +354,16 @@ class ReplayBuffer:
             failed_prompts=tuple(run.failed_prompts),
             beyond_bound=dict(run.beyond_bound),
             fatal=self.fatal,
+            end_of_data=self.end_of_data,
         )
+
+    @property
+    def _whole_pass_lost(self) -> bool:
+        """Every prompt was handed out since the last usable trajectory, and has come to its end."""
+        units = self._assembly.pool.units.values()
+        pending = [unit.position for unit in units if unit.stage is Stage.ASSEMBLING] + self._run.pending_positions
+        ended_before = min([self._prompts.position, *pending])
+        return ended_before - self._run.losses.since_position >= self.num_rows
 
     @property
     def _prompts_left(self) -> int | None:
@@ -391,16 +413,14 @@ class ReplayBuffer:
 
     def _read_batch(self) -> Batch:
         """The open batch with its trajectories."""
-        record, units = self._batches.open, self._batches.open_units()
+        record = self._batches.open
         assert record is not None
         return Batch(
             batch_id=record.batch_id,
             version=record.version,
             trajectories=tuple(self._store.payloads(self._batches.sample_ids())),
-            fresh_units=len(units),
             is_last=record.is_last,
             is_tail=record.is_tail,
-            converted=frozenset(unit.unit_id for unit in units if unit.converted),
         )
 
     def _pass_time(self) -> float:

@@ -82,7 +82,10 @@ class ReplayBufferService:
         self._notify()  # forming a batch drops what is too stale, which may open the gate
         if batch is None:
             return None
-        fields = {name: getattr(batch, name) for name in ("batch_id", "version", "fresh_units", "is_last", "is_tail")}
+        fields = {
+            name: getattr(batch, name)
+            for name in ("batch_id", "version", "fresh_units", "is_last", "is_tail", "converted")
+        }
         return fields, columns.to_bytes(columns.to_table(batch.trajectories))
 
     async def announce(self, manifest: WeightManifest) -> None:

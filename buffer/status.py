@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from buffer.pool import UnitPool
 from buffer.records import Events, RunState, Stage, Totals, Unit
 from buffer.settings import ReplaySettings
 from common.types import BatchId, BatchOutcome, DropReason, LedgerCounts, SampleState, WeightVersion
+
+NAMED_PROMPTS = 10  # in one line of the log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +28,7 @@ class BufferStatus:
     admission_limit: int  # samples
     admission_room: int  # samples that may be admitted now
     num_actors: int  # alive
+    oldest_lease_s: float  # how long the oldest current lease has been out; 0: none is
     held_bytes: int  # delivered trajectories of live units
     open_batch: int | None
     batches: Mapping[BatchOutcome, int]  # finished
@@ -37,7 +41,8 @@ class BufferStatus:
     no_update_in_a_row: int
     failed_prompts: tuple[str, ...]  # the latest that were dropped as failed
     beyond_bound: Mapping[str, int]  # prompt -> times dropped as stale since it was last trained: cannot meet the bound
-    fatal: str | None
+    fatal: str | None  # why the run cannot make progress
+    end_of_data: bool  # nothing is left to be trained and nothing can come
 
     @property
     def length_bias(self) -> float:
@@ -87,6 +92,25 @@ def _describe_member(unit: Unit, index: int, now: float) -> str:
     return f"{place} with actor {sample.actor_id} for {now - sample.issued_at:.1f} s, attempt {sample.attempt}"
 
 
+def describe_stale(run: RunState, bound: int) -> str:
+    """Which prompts do not meet the staleness bound, and whether they are the long or the slow ones."""
+    latest = list(reversed(run.beyond_bound))
+    names = ", ".join(latest[:NAMED_PROMPTS]) + (", ..." if len(latest) > NAMED_PROMPTS else "")
+    stale, trained = run.lost[DropReason.STALE], run.trained
+    return (
+        f"{run.events.stale_units} units were too stale to be trained (staleness.bound = {bound}); prompts without a "
+        f"trained rollout since, {len(latest)}, the latest first: {names}; stale of stale and trained samples, by "
+        f"sampled tokens: {_shares(stale.by_length, trained.by_length)}; by seconds: "
+        f"{_shares(stale.by_duration, trained.by_duration)}"
+    )
+
+
+def _shares(stale: Counter[int], trained: Counter[int]) -> str:
+    """`3 of 40 up to 16, 5 of 6 up to 32`."""
+    both = stale + trained
+    return ", ".join(f"{stale[e]} of {both[e]} up to {2**e}" for e in sorted(both))
+
+
 # A run that goes on without its store
 
 
@@ -124,4 +148,5 @@ def run_from_state(state: Mapping[str, Any]) -> RunState:
     run.counts.update({SampleState(name): count for name, count in state["counts"].items()})
     run.dropped.update({DropReason(name): count for name, count in state["dropped"].items()})
     run.issued = sum(run.counts.values()) + sum(run.dropped.values())
+    run.losses.since_position = run.prompts["position"]
     return run

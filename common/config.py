@@ -140,6 +140,10 @@ class GroupsConfig(Table):
     straggler_after_s: float = Field(300.0, gt=0)
     """Seconds after the first member's delivery that make the missing ones late."""
 
+    max_uninformative_batches: int = Field(20, ge=0)
+    """Batches in a row in whose groups all rewards are equal, after which the run ends: nothing is left to learn. It
+    fails if no group's rewards ever differed. 0: never."""
+
     close_at: int | None = Field(None, ge=2)
     """Delivered members that are enough to close a group; needed for `close` and `convert`."""
 
@@ -252,10 +256,11 @@ class WeightsConfig(Table):
     """`[weights]`: publication of new weights to the engines."""
 
     transport: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
-    """auto: nccl between GPUs, ipc where learner and engine share one, shared memory without GPUs."""
+    """auto: shared memory, whatever the devices. nccl and ipc are refused: the learner cannot send through them yet."""
 
-    canary_tolerance: float = Field(1e-4, gt=0)
-    """Largest difference of log-probs between learner and engine after a load, in nats (float32)."""
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest difference of log-probs between learner and engine after a load, in nats. None: 1e-4 in float32; 0.5 in
+    bfloat16, where it shows that the weights are the learner's but not every bit of them (the checksum does that)."""
 
     folder: str = "/dev/shm"
     """Where publications are written on the learner's node."""

@@ -121,11 +121,12 @@ def train(arguments: argparse.Namespace) -> int:
 
     if arguments.or_resume and config.run_dir:
         present = RunDir(Path(config.run_dir).expanduser())
-        if present.holds_run and _is_complete(present, present.config()):
+        if present.holds_run and _is_complete(present, config):
             print(f"nothing to do: the run in {present.path} is complete", file=sys.stderr)
             return 0
         if present.holds_run:
-            return _go_on(present, [])
+            # A job that is started again says what it said before: of that, what may change counts.
+            return _go_on(present, [word for word in arguments.settings if _may_change(parse_override(word)[0])])
     run_dir, config = new_run_dir(config)
     return _run(run_dir, config)
 
@@ -206,7 +207,7 @@ def _go_on(run_dir: RunDir, changes: Sequence[str]) -> int:
     settings = run_dir.config().model_dump()
     for word in changes:
         key, value = parse_override(word)
-        if not any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE):
+        if not _may_change(key):
             raise ConfigError(f"{key} cannot be changed in a run that has begun; what can be: {', '.join(CHANGEABLE)}")
         put(settings, key, value)
     config = validate(settings)
@@ -218,11 +219,15 @@ def _go_on(run_dir: RunDir, changes: Sequence[str]) -> int:
     return _run(run_dir, config)
 
 
+def _may_change(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
+
+
 def _run(run_dir: RunDir, config: RunConfig) -> int:
     with run_dir.lock():
         run_dir.write_config(config)
         print(f"run directory: {run_dir.path}", file=sys.stderr)
-        print("loading torch and Ray, some seconds", file=sys.stderr, flush=True)
+        print("loading Ray, some seconds", file=sys.stderr, flush=True)
         from deploy.launch import train
 
         try:
@@ -235,9 +240,8 @@ def _run(run_dir: RunDir, config: RunConfig) -> int:
 
 
 def _is_complete(run_dir: RunDir, config: RunConfig) -> bool:
-    from deploy.history import read_history
-
-    return read_history(run_dir.path).completed_updates >= config.max_updates
+    """By what is saved: updates that were made and not saved are to be made again."""
+    return run_dir.saved_updates() >= config.max_updates
 
 
 # Arguments

@@ -19,18 +19,17 @@ class EvaluationSchedule:
     def running(self) -> bool:
         return self._running is not None
 
-    def due(self, updates: int, *, final: bool) -> int | None:
-        """The number of completed updates to be evaluated now; none when nothing is due."""
+    def due(self, updates: int, *, final: bool) -> bool:
+        """Whether the weights after so many completed updates are to be evaluated now."""
         if self._every is None or self.running:
-            return None
+            return False
         if final or self._evaluated < 0:
-            target = updates
-        else:
-            target = updates // self._every * self._every if self._every else 0
-        return target if target > self._evaluated else None
+            return updates > self._evaluated
+        last_due = updates // self._every * self._every if self._every else 0
+        return last_due > self._evaluated
 
-    def start(self, target: int) -> None:
-        self._running = target
+    def start(self, updates: int) -> None:
+        self._running = updates
 
     def finished(self) -> None:
         assert self._running is not None
@@ -39,6 +38,10 @@ class EvaluationSchedule:
     def lost(self) -> None:
         """It ended without a result and is due again."""
         self._running = None
+
+    def went_back(self, updates: int) -> None:
+        """The learner was restored to so many completed updates: later ones will be made, and evaluated, again."""
+        self._evaluated = min(self._evaluated, updates)
 
     def complete(self, updates: int) -> bool:
         """Whether nothing more is to come after the last update."""

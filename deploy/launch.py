@@ -14,6 +14,7 @@ from typing import Any
 from buffer.sources import load_rows
 from common.config import RunConfig
 from common.errors import SlipstreamError
+from common.logs import driver_log
 from common.types import Prompt
 from deploy.placement import resolve_auto
 from deploy.progress import Progress
@@ -64,7 +65,7 @@ def train(config: RunConfig, run_dir: RunDir) -> RunSummary:
     Raises:
         SlipstreamError: the first error that no restart mends; it is the last line of logs/driver.log.
     """
-    with Progress(config) as progress, StopRequest().installed() as stop:
+    with driver_log(run_dir.path), Progress(config) as progress, StopRequest().installed() as stop:
         try:
             end = _run(config, run_dir, progress, stop)
         except SlipstreamError as error:
@@ -76,7 +77,8 @@ def train(config: RunConfig, run_dir: RunDir) -> RunSummary:
             raise
         progress.phase("writing the report")
         report = write_report(run_dir.path)
-    return summarise(run_dir.path, end, report, stopped_by=stop.signal)
+    stopped_by = stop.signal if end.reason == "stopped" else None  # a signal after the last update changes nothing
+    return summarise(run_dir.path, end, report, stopped_by=stopped_by)
 
 
 def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopRequest) -> RunEnd:

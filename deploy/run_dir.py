@@ -109,6 +109,11 @@ class RunDir:
                 if isinstance(record, dict):
                     yield record
 
+    def saved_updates(self) -> int:
+        """Completed updates of the newest checkpoint whose saving was finished; 0 without one."""
+        saved = [path.parent.name for path in self.checkpoints.glob("update-*/complete.json")]
+        return max((int(name.removeprefix("update-")) for name in saved), default=0)
+
     def highest_version(self) -> int:
         """Highest weight version that was recorded; 0 when none was."""
         return max((int(record.get("version") or 0) for record in self.records()), default=0)

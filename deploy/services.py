@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from actors.engine import engine_environment
 from actors.service import RolloutActorService
 from buffer.service import ReplayBufferService
 from common.config import RunConfig
-from deploy.placement import CPUS
+from deploy.placement import CPUS, needed_cpus
 from learner.service import LearnerService
 
 END_LIMIT_S = 10.0  # what a service gets to end by itself
@@ -27,12 +28,14 @@ END_LIMIT_S = 10.0  # what a service gets to end by itself
 def ray_session(config: RunConfig) -> Iterator[None]:
     """A Ray of our own, or the cluster that the config or RAY_ADDRESS names. Ends what it started."""
     address = config.ray.address or os.environ.get("RAY_ADDRESS", "")
-    # Neither found, a Ray that happens to run on this machine is left alone: "local" starts a new one.
+    # Neither found, a Ray that happens to run on this machine is left alone: "local" starts a new one. There CPUs are
+    # mere book-keeping, and a machine with fewer than the services ask for runs them all the same.
     ray.init(
         address=address or "local",
+        num_cpus=None if address else max(os.cpu_count() or 1, math.ceil(needed_cpus(config))),
         include_dashboard=False if not address else None,
         log_to_driver=False,
-        logging_level="WARNING",
+        logging_level="ERROR",  # below it are hints for people who run Ray by hand
         configure_logging=True,
         runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}} if address else None,
     )

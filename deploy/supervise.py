@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from actors.rollout import EvaluationResult
 from buffer.replay import BufferStatus
@@ -22,11 +22,12 @@ from common.errors import RunFailedError
 from common.types import Prompt
 from deploy.evaluation import EvaluationSchedule
 from deploy.exporter import Exporter
-from deploy.failures import ACTOR_DEATHS, cause_of, first_line, named
+from deploy.failures import cause_of, died, first_line, named, replaceable
 from deploy.progress import Progress
 from deploy.records import evaluation_record, update_record
 from deploy.run_dir import RunDir
 from deploy.services import Services
+from deploy.signal_watch import SignalWatch
 from learner.steps import StartRecord, StepRecord
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ SAVE_LIMIT_S = 600.0
 class RunEnd:
     """How a run ended without an error."""
 
-    reason: str  # "all updates done", "end of data" or "stopped"
+    reason: str  # "all updates done", "end of data", "stopped" or "nothing left to learn: …"
     completed_updates: int
     restarts: int
 
@@ -82,6 +83,8 @@ class Supervisor:
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._evaluations = EvaluationSchedule(config.evaluation.every_updates if held_out else None)
+        self._signal = SignalWatch(config.groups.max_uninformative_batches)
+        self._nothing_to_learn = ""
         self._status: BufferStatus | None = None
         self._status_at: float | None = None  # when to ask again; none while an answer is awaited
         self._last_progress = clock()
@@ -89,6 +92,7 @@ class Supervisor:
         self._learner_ready = False
         self._updates = 0
         self._version = 0
+        self._checkpoint = ""  # newest folder
         self._ending = ""  # reason, once no further step is wanted
         self._done = False
 
@@ -135,6 +139,7 @@ class Supervisor:
             return
         self._learner_ready = True
         self._updates, self._version = started.completed_updates, started.version
+        self._evaluations.went_back(self._updates)
         source = f"restored from {started.checkpoint}" if started.checkpoint else "starting model"
         self._event(
             f"learner ready: {started.num_parameters:,} parameters, {started.num_trainable:,} trained, "
@@ -143,40 +148,42 @@ class Supervisor:
         self._last_progress = self._clock()
         self._next_step()
 
-    def _start_actor(self, actor_id: str) -> None:
+    def _start_actor(self, place: str) -> None:
+        """`place` is taken by one actor after the other; an id is never used twice, so that a dead one's calls void."""
+        restarts = self._restarts.get(place, 0)
+        actor_id = f"{place}.{restarts}" if restarts else place
         handle = self._services.start_actor(actor_id)
         self._expect(actor_id)
-        self._watch(handle.start.remote(), lambda ref: self._on_actor_started(actor_id, handle, ref))
+        self._watch(handle.start.remote(), lambda ref: self._on_actor_started(place, actor_id, handle, ref))
 
-    def _on_actor_started(self, actor_id: str, handle: ActorHandle, ref: ray.ObjectRef) -> None:
+    def _on_actor_started(self, place: str, actor_id: str, handle: ActorHandle, ref: ray.ObjectRef) -> None:
         self._starting.pop(actor_id)
         try:
             process_id = ray.get(ref)
         except RayError as error:
-            self._replace_actor(actor_id, error)
+            self._replace_actor(place, actor_id, error)
             return
         self._event(f"{actor_id} ready (process {process_id})")
         self._running.append(actor_id)
-        self._watch(handle.run.remote(), lambda ref: self._on_actor_ended(actor_id, ref))
+        self._watch(handle.run.remote(), lambda ref: self._on_actor_ended(place, actor_id, ref))
 
     # Failures
 
-    def _on_actor_ended(self, actor_id: str, ref: ray.ObjectRef) -> None:
+    def _on_actor_ended(self, place: str, actor_id: str, ref: ray.ObjectRef) -> None:
         if actor_id in self._running:
             self._running.remove(actor_id)
         try:
             ray.get(ref)
         except RayError as error:
-            self._replace_actor(actor_id, error)
+            self._replace_actor(place, actor_id, error)
 
-    def _replace_actor(self, actor_id: str, error: RayError) -> None:
+    def _replace_actor(self, place: str, actor_id: str, error: RayError) -> None:
         """Start another in its place, or end the run with the error when a restart would not help."""
-        cause = cause_of(error)
-        if not isinstance(cause, ACTOR_DEATHS):
-            raise named(cause, actor_id) from error
+        if not replaceable(error):
+            raise named(error, actor_id) from error
         self._services.end(actor_id)
         lost = self._get(self._services.alive["buffer"].lose_actor.remote(actor_id), "buffer")
-        self._schedule_restart(actor_id, cause, f"{lost} leases went back")
+        self._schedule_restart(place, cause_of(error), f"{lost} leases went back")
 
     def _schedule_restart(self, name: str, cause: BaseException, consequence: str) -> None:
         limits = self._config.supervision
@@ -195,14 +202,13 @@ class Supervisor:
     def _learner_result(self, ref: ray.ObjectRef) -> Any:
         """Result of a learner call; none when the learner's process died and will be replaced."""
         try:
-            return ray.get(ref)
+            return ray.get(ref, timeout=SAVE_LIMIT_S)
         except RayError as error:
-            cause = cause_of(error)
-            if not isinstance(cause, RayActorError):
-                raise named(cause, "learner") from error
+            if not died(error):
+                raise named(error, "learner") from error
             self._learner_ready = False
             self._services.end("learner")
-            self._schedule_restart("learner", cause, "going back to the newest checkpoint")
+            self._schedule_restart("learner", error, "going back to the newest checkpoint")
             return None
 
     # Training
@@ -210,6 +216,8 @@ class Supervisor:
     def _next_step(self) -> None:
         if self._stop_requested():
             self._end("stopped")
+        elif self._nothing_to_learn:
+            self._end(self._nothing_to_learn)
         elif self._updates >= self._config.max_updates:
             self._end("all updates done")
         else:
@@ -222,10 +230,21 @@ class Supervisor:
             return
         if record is not None:
             self._record_step(record)
-        if record.is_last if record else self._get(self._services.alive["buffer"].end_of_data.remote(), "buffer"):
+        if self._data_ended(record):
             self._end("end of data")
         else:
             self._next_step()
+
+    def _data_ended(self, record: StepRecord | None) -> bool:
+        buffer = self._services.alive["buffer"]
+        if record is not None and not record.is_last:
+            return False
+        if not self._get(buffer.end_of_data.remote(), "buffer"):
+            return False
+        status: BufferStatus = self._get(buffer.status.remote(), "buffer")
+        if status.fatal:  # else a run whose samples all failed would seem to have come to the end of its data
+            raise RunFailedError(status.fatal)
+        return True
 
     def _record_step(self, record: StepRecord) -> None:
         self._last_progress = self._clock()
@@ -234,45 +253,53 @@ class Supervisor:
         self._run_dir.record(line)
         self._progress.update(line)
         self._exporter.update(line)
-        if record.checkpoint:
-            self._event(f"checkpoint {record.checkpoint}")
+        self._nothing_to_learn = self._signal.see(line)
+        self._note_checkpoint(record.checkpoint)
 
     def _end(self, reason: str) -> None:
         """No further step: save, evaluate what was reached, then stop the loop."""
-        self._ending = reason
-        handle = self._services.alive["learner"]
         self._progress.phase("saving the last checkpoint")
-        self._event(f"checkpoint {self._get(handle.save.remote(), 'learner', SAVE_LIMIT_S)}")
+        folder = self._learner_result(self._services.alive["learner"].save.remote())
+        if not self._learner_ready:
+            return  # it died, and what it had not saved is trained once more
+        self._note_checkpoint(folder)
+        self._ending = reason
+        self._last_progress = self._clock()
         self._get(self._services.alive["buffer"].stop_issuing.remote(), "buffer")
         if self._held_out and reason != "stopped":
             self._progress.phase("evaluating the final weights")
+
+    def _note_checkpoint(self, folder: str) -> None:
+        if folder and folder != self._checkpoint:
+            self._checkpoint = folder
+            self._event(f"checkpoint {folder}")
 
     # Evaluation
 
     def _evaluate_if_due(self) -> None:
         """Start the evaluation that is due, on the next running actor, one at a time."""
-        if not self._running or self._evaluations.running or not self._held_out:
+        if not self._running or not self._learner_ready or self._ending == "stopped":
             return
-        due = self._evaluations.due(self._updates, final=bool(self._ending))
-        if due is None:
+        updates = self._updates
+        if not self._evaluations.due(updates, final=bool(self._ending)):
             return
-        actor_id = self._running[due % len(self._running)]
-        self._evaluations.start(due)
+        actor_id = self._running[updates % len(self._running)]
+        self._evaluations.start(updates)
         call = self._services.alive[actor_id].evaluate.remote(
             list(self._held_out), self._version, self._config.evaluation.temperature, self._config.seed
         )
-        self._watch(call, lambda ref: self._on_evaluated(due, ref))
+        self._watch(call, lambda ref: self._on_evaluated(updates, ref))
 
     def _on_evaluated(self, update: int, ref: ray.ObjectRef) -> None:
         try:
             result: EvaluationResult = ray.get(ref)
         except RayError as error:
-            cause = cause_of(error)
-            if not isinstance(cause, ACTOR_DEATHS):
-                raise named(cause, "evaluation") from error
+            if not replaceable(error):
+                raise named(error, "evaluation") from error
             self._evaluations.lost()  # with its actor, which is replaced; another one takes it
             return
         self._evaluations.finished()
+        self._last_progress = self._clock()
         record = evaluation_record(result, update=update, time_s=self._elapsed())
         self._run_dir.record(record)
         self._progress.evaluation(record)
@@ -288,16 +315,18 @@ class Supervisor:
         if self._status_at is not None and now >= self._status_at:
             self._watch_status()
         self._evaluate_if_due()
-        if self._stop_requested() and not self._learner_ready and not self._ending:
+        if self._stop_requested() and not self._learner_ready:
             self._ending = "stopped"  # nothing to save that is not in the newest checkpoint
         if self._ending:
-            stopped = self._ending == "stopped" or not self._held_out
-            self._done = stopped or self._evaluations.complete(self._updates)
+            self._done = self._stop_requested() or self._evaluations.complete(self._updates)
         for name in (name for name, limit in self._starting.items() if now > limit):
             seconds = self._config.supervision.start_time_limit_s
             raise RunFailedError(f"{name} was not ready within {seconds:.0f} s (supervision.start_time_limit_s)")
         limit = self._config.supervision.stall_limit_s
-        if now - self._last_progress > limit:
+        if now - self._last_progress > limit and self._ending:
+            self._event(f"warning: the last evaluation did not end within {limit:.0f} s and is left out")
+            self._done = True
+        elif now - self._last_progress > limit:
             missing = self._get(self._services.alive["buffer"].missing.remote(), "buffer")
             raise RunFailedError(f"no batch was finished for {limit:.0f} s (supervision.stall_limit_s): {missing}")
 
@@ -321,7 +350,7 @@ class Supervisor:
         try:
             return ray.get(ref, timeout=limit_s)
         except RayError as error:
-            raise named(cause_of(error), service) from error
+            raise named(error, service) from error
 
     def _watch(self, ref: ray.ObjectRef, handler: Callable[[ray.ObjectRef], None]) -> None:
         self._pending[ref] = handler

@@ -54,6 +54,8 @@ def test_contributions_add_up_over_parts_and_do_not_read_masked_tokens() -> None
     )
     assert torch.allclose(whole, torch.as_tensor(parts))
     assert torch.isfinite(whole).all()
+    without = torch.tensor([True, False, True, False, True])  # nor the token of infinite ratio
+    assert torch.equal(whole, torch.cat(gradient_contributions(x, advantages, without, LOWS, HIGHS)))
 
 
 def test_offset_tightens_in_a_line_with_staleness() -> None:

@@ -353,7 +353,7 @@ def test_what_can_be_changed_are_real_settings() -> None:
 
 
 def test_resume_of_a_complete_run_says_how_to_go_on(launches: Launches, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run("run", updates=3, max_updates=3)
+    save_checkpoint(make_run("run", updates=3, max_updates=3), 3)
     assert main(["resume", "run"]) == 2
     assert "has made its 3 updates: raise max_updates" in capsys.readouterr().err
     assert main(["resume", "run", "max_updates=4"]) == 0
@@ -366,9 +366,27 @@ def test_restarted_job_goes_on_with_its_run(launches: Launches, capsys: pytest.C
     assert main(command) == 0
     assert [config.seed for config in launches.configs] == [8, 8]
     launches.run_dirs[0].record({"kind": "update", "update": 3})
+    assert main(command) == 0  # the last updates were made and not saved: they are to be made again
+    assert len(launches.configs) == 3
+    save_checkpoint(launches.run_dirs[0], 3)
     assert main(command) == 0
-    assert len(launches.configs) == 2
+    assert len(launches.configs) == 3
     assert "nothing to do" in capsys.readouterr().err
+    assert main([*command, "max_updates=5"]) == 0  # what may change and is said on the command line counts
+    assert launches.configs[-1].max_updates == 5
+
+
+def save_checkpoint(run_dir: RunDir, updates: int) -> None:
+    folder = run_dir.checkpoints / f"update-{updates:08d}"
+    folder.mkdir(parents=True)
+    (folder / "complete.json").touch()
+
+
+def test_a_checkpoint_whose_saving_was_not_finished_does_not_count(launches: Launches) -> None:
+    run_dir = make_run("run", updates=3, max_updates=3)
+    (run_dir.checkpoints / "update-00000003").mkdir(parents=True)
+    assert run_dir.saved_updates() == 0
+    assert main(["resume", "run"]) == 0
 
 
 # Reading a run

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engine import Engine, Generation, GenerationRequest, WeightUpdate, make_engine
-from common.errors import WeightUpdateError
+from common.errors import ConfigError, WeightUpdateError
 from common.types import FinishReason
 from common.weights import WeightManifest
 from tests.engine_fixtures import (
@@ -165,6 +165,8 @@ def test_requests_that_do_not_fit_are_refused_and_the_engine_goes_on(served: Ser
         request([1] * MAX_MODEL_LEN, max_new_tokens=1),
         request([1, VOCAB_SIZE]),
         request([-1]),
+        request([1], temperature=-1.0),
+        request([1], stop_token_ids=(VOCAB_SIZE + 7,)),
     ):
         with pytest.raises(ValueError, match="request test"):
             served.generate(bad)
@@ -360,6 +362,11 @@ def test_load_goes_on_when_its_caller_is_cancelled(served: Served) -> None:
     served.model = new
     assert served.engine.weight_version == version + 1
     assert served.score_error(new) < ATOL
+
+
+def test_shared_memory_needs_no_connection(served: Served) -> None:
+    with pytest.raises(ConfigError, match="shared_memory"):
+        served.loop(served.engine.connect_transport({}))
 
 
 def test_cancelled_generation_is_aborted(served: Served) -> None:

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from actors.environment import EnvironmentCaller, Step, StepTimeoutError, StuckEnvironmentError, make_environment
+from actors.environment import (
+    EnvironmentCaller,
+    Episode,
+    Step,
+    StepTimeoutError,
+    StuckEnvironmentError,
+    make_caller,
+    make_environment,
+)
 from common.config import EnvironmentConfig
 from common.errors import ConfigError
 from common.imports import describe, load_object
+from common.types import Prompt
 from tests.fakes import make_prompt
 
 
@@ -121,6 +130,61 @@ def test_a_call_returns_or_raises_what_the_environment_does() -> None:
                 await caller.call(fail, kind)
 
     asyncio.run(scenario())
+
+
+def test_calls_that_follow_each_other_share_a_thread_and_simultaneous_ones_do_not() -> None:
+    together = threading.Barrier(2)
+
+    def meet() -> int:
+        together.wait(30)  # for a call in another thread
+        return threading.get_ident()
+
+    async def scenario() -> None:
+        caller = EnvironmentCaller(30)
+        first = await caller.call(threading.get_ident)
+        assert await caller.call(threading.get_ident) == first != threading.get_ident()
+        assert first in await asyncio.gather(caller.call(meet), caller.call(meet))
+
+    asyncio.run(scenario())
+
+
+def test_a_thread_whose_call_came_back_late_is_used_again_and_its_late_answer_is_nobodys() -> None:
+    release, idents = threading.Event(), []
+
+    def late() -> str:
+        idents.append(threading.get_ident())
+        release.wait()
+        return "late"
+
+    async def scenario() -> None:
+        caller = EnvironmentCaller(0.02)
+        with pytest.raises(StepTimeoutError):
+            await caller.call(late)
+        other = await caller.call(threading.get_ident)
+        assert other not in idents
+        release.set()
+        while await caller.call(threading.get_ident) == other:  # until the late one is idle: the last to be is taken
+            await asyncio.sleep(0.01)
+        assert await caller.call(str, "own") == "own"
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("name", ["single-turn", "second-try"])
+def test_environments_of_ours_are_called_in_the_event_loop(name: str) -> None:
+    environment = make_environment(EnvironmentConfig(name=name, max_turns=2))
+    assert asyncio.run(make_caller(environment, 30).call(threading.get_ident)) == threading.get_ident()
+
+
+def test_an_environment_that_says_nothing_is_called_in_a_thread() -> None:
+    class Theirs:
+        def start(self, prompt: Prompt, seed: int) -> Episode:
+            raise NotImplementedError
+
+    assert asyncio.run(make_caller(Theirs(), 30).call(threading.get_ident)) != threading.get_ident()
 
 
 def test_a_call_that_hangs_is_left_behind_and_too_many_of_them_are_an_error() -> None:

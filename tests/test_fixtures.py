@@ -19,9 +19,6 @@ OUTSIDE = {
     "DIS.edge_ratio_repr": "a tie at the open bound: only rounding decides, so nothing may rest on it",
     "GAC.cos": "the thresholds of gradient alignment are unpublished: not offered",
     "GAC.full_projection": "as GAC.cos",
-    "STALE.areal.capacity(acc+run=0,version=0,B=4,eta=1)": "admission belongs to the buffer",
-    "STALE.areal.capacity(acc+run=8,version=0,B=4,eta=1)": "admission belongs to the buffer",
-    "STALE.areal.capacity(acc+run=8,version=1,B=4,eta=1)": "admission belongs to the buffer",
     "KL.exact(pi||ref)": "premise of the KL cases, used there",
     "KL.true_grad_z": "premise of the KL cases, used there",
 }

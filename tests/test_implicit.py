@@ -46,7 +46,7 @@ def test_unscorable_trajectory_and_masked_tokens_count_nothing(loss: Any, sick: 
     logprobs = LOGPROBS.clone()
     logprobs[3] = sick
     logprobs.requires_grad_()
-    rewards = torch.tensor([sick, -0.5, 0.0], dtype=torch.float64)
+    rewards = torch.tensor([sick, -0.5, 0.7], dtype=torch.float64)
     mask = torch.tensor([True, True, True, False, False])  # trajectory 2 sampled nothing
     value = loss(logprobs, rewards, mask)
     value.backward()
@@ -57,6 +57,20 @@ def test_unscorable_trajectory_and_masked_tokens_count_nothing(loss: Any, sick: 
     assert logprobs.grad is not None
     assert kept.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0, kept.grad.item(), 0.0, 0.0])
+
+
+@pytest.mark.parametrize("loss", [implicit, a_star])
+@pytest.mark.parametrize("sick", [math.nan, math.inf, -math.inf])
+def test_trajectory_with_a_log_ratio_that_is_not_finite_is_left_out(loss: Any, sick: float) -> None:
+    logprobs = LOGPROBS.clone()
+    logprobs[0] = sick
+    logprobs.requires_grad_()
+    value = loss(logprobs, REWARDS)
+    value.backward()
+    assert value.item() == pytest.approx(loss(LOGPROBS[2:], REWARDS[1:], ALL[2:], IDS[2:] - 1).item())
+    assert logprobs.grad is not None
+    assert logprobs.grad[:2].tolist() == [0.0, 0.0]
+    assert logprobs.grad[2:].all()
 
 
 @pytest.mark.parametrize("loss", [implicit, a_star])

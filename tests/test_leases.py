@@ -135,7 +135,7 @@ def test_a_silent_actor_loses_its_leases_after_the_heartbeat_limit() -> None:
     leases = buffer.lease("actor-0", 3)
     clock.now = 9.9
     buffer.tick()
-    assert buffer.ledger().leased == 3
+    assert (buffer.ledger().leased, buffer.snapshot().oldest_lease_s) == (3, 9.9)
     clock.now = 10.0
     buffer.tick()
     status = buffer.snapshot()

@@ -76,3 +76,10 @@ def test_a_fetch_that_broke_off_leaves_no_file_and_frees_the_lock(tmp_path: Path
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="gone"):
         asyncio.run(NodeCache(tmp_path / "gone", "here", Fetches()).localise(manifest(1)))
+
+
+def test_a_publication_that_is_gone_is_left_to_the_engine_to_refuse(tmp_path: Path) -> None:
+    async def gone(wanted: WeightManifest) -> bytes:
+        raise FileNotFoundError(wanted.path)
+
+    assert asyncio.run(NodeCache(tmp_path, "here", gone).localise(manifest(1))) == manifest(1)

@@ -275,7 +275,7 @@ def test_every_recipe_can_be_planned(recipe: str) -> None:
 def test_plan_on_gpus_places_services_on_them() -> None:
     text = make_plan(RunConfig(), machine(num_gpus=3))
     assert "2, each 1 CPU and 1 GPU, async engine" in text
-    assert "through nccl" in text
+    assert "through shared memory" in text
     assert "the KV cache takes the rest of 85% of each GPU" in text
 
 
@@ -302,3 +302,13 @@ def test_planning_loads_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "", result.stderr
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("transport", "num_gpus", "said"),
+    [("nccl", 0, "needs GPUs"), ("ipc", 3, "on one device"), ("nccl", 3, "the learner cannot send yet")],
+)
+def test_a_transport_that_cannot_work_is_refused_at_the_start(transport: str, num_gpus: int, said: str) -> None:
+    config = RunConfig.model_validate({"weights": {"transport": transport}})
+    with pytest.raises(ConfigError, match=said):
+        resolve_auto(config, num_gpus)

@@ -15,6 +15,8 @@ class SecondTry:
     A plain prompt is put again as it was, so that no model meets a character it does not know; a chat gets a message.
     """
 
+    instant = True
+
     def start(self, prompt: Prompt, seed: int) -> Episode:
         """
         Raises:

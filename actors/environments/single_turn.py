@@ -9,6 +9,8 @@ from common.types import Prompt
 class SingleTurn:
     """Ends every episode after the first turn and gives no reward of its own."""
 
+    instant = True
+
     def start(self, prompt: Prompt, seed: int) -> Episode:
         return _Episode()
 
