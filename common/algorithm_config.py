@@ -332,6 +332,10 @@ def _impossible_objectives(algorithm: AlgorithmConfig) -> Iterator[str]:
             'algorithm.advantage = "implicit" is made by algorithm.loss = "implicit_value": without it the policy '
             "holds no value; set the loss, or another advantage"
         )
+    if kind == "implicit" and algorithm.policy_lambda == "length_adaptive":
+        yield (
+            'algorithm.advantage = "implicit" has no λ by length: set algorithm.policy_lambda to a number, such as 1.0'
+        )
     if algorithm.loss == "optimal_value" and algorithm.whitening != "none":
         yield (
             f'algorithm.whitening = "{algorithm.whitening}" changes the target that algorithm.loss = "optimal_value" '

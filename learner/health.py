@@ -24,16 +24,23 @@ CELLS = len(STALENESS_BUCKETS) * len(MASK_RULES) * len(MASK_SIDES) * len(MASK_SI
 
 
 def count_masked(
-    surrogate: Surrogate, advantages: Tensor, staleness: Tensor, fresh: Tensor, kept: Tensor, correction: Tensor | None
+    surrogate: Surrogate,
+    moved: Tensor,
+    advantages: Tensor,
+    staleness: Tensor,
+    fresh: Tensor,
+    kept: Tensor,
+    correction: Tensor | None,
 ) -> Tensor:
     """[CELLS] int64: tokens without gradient by staleness bucket, rule, side of the ratio, and sign of the advantage.
 
     The first rule that applies counts: `stale` beyond the bound, `rejected` by another rule or a correction of 0,
-    `region` outside the trust region. Side: the judged ratio is above 1, or not. Sign: the advantage is positive, or
-    not.
+    `region` outside the trust region. Side: the ratio is above 1, or not: the one that the trust region judged, and for
+    the other rules that to the behaviour policy. Sign: the advantage is positive, or not.
 
     Args:
         surrogate, advantages, staleness: of n tokens.
+        moved: [n], log ratio to the behaviour policy.
         fresh: [n] bool, within the staleness bound. kept: [n] bool, no rule rejects it.
         correction: [n], weights; None: 1.
     """
@@ -41,7 +48,8 @@ def count_masked(
     uppers = torch.tensor([highest for _, highest in STALENESS_BUCKETS if highest is not None], device=staleness.device)
     bucket = torch.bucketize(staleness, uppers)
     rule = torch.where(kept, 2, torch.where(fresh, 1, 0))
-    cell = (bucket * len(MASK_RULES) + rule) * len(MASK_SIDES) + (surrogate.log_ratios > 0).long()
+    above = torch.where(kept, surrogate.log_ratios > 0, moved > 0)
+    cell = (bucket * len(MASK_RULES) + rule) * len(MASK_SIDES) + above.long()
     cell = cell * len(MASK_SIGNS) + (advantages > 0).long()
     left_out = ~kept | ~surrogate.active
     return torch.bincount(cell[left_out], minlength=CELLS)

@@ -145,7 +145,8 @@ class MicroLoss:
         weights = minibatch.weights[at]
         loss, parts = policy_loss(surrogate, tokens.advantages, weights, correction=correction, keep=kept)
         fresh = tokens.staleness <= self._staleness_bound
-        table = count_masked(surrogate, tokens.advantages, tokens.staleness, fresh, kept, correction)
+        moved = tokens.logprobs.detach() - tokens.rollout_logprobs
+        table = count_masked(surrogate, moved, tokens.advantages, tokens.staleness, fresh, kept, correction)
         return loss, {**parts, MASKED: table}
 
     def implicit_value(
