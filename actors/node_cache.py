@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ResourceError
+from common.publications import fetched_file, unfinished_file
 from common.weights import WeightManifest
+
+log = logging.getLogger(__name__)
 
 KEEP = 2  # newest files that stay: an engine may still read the one before
 
@@ -33,26 +37,19 @@ class NodeCache:
     async def localise(self, manifest: WeightManifest) -> WeightManifest:
         """The same manifest with a path of this node.
 
-        A publication that is gone, because newer ones are out, stays as it is: the engine refuses it, and the newest is
-        tried next.
+        A publication that is gone, because newer ones are out, stays as it is: the engine refuses it, and the next
+        one that is announced is tried.
 
         Raises:
             ResourceError: the folder has no room.
         """
         if not manifest.node_id or manifest.node_id == self._node_id:
             return manifest
-        path = self._folder / f"{self._node_id[:8]}-{Path(manifest.path).name}"
+        path = fetched_file(self._folder, self._node_id, manifest.path, manifest.digest)
         try:
             async with self._locked():
-                if not path.exists():
-                    partial = path.with_suffix(".partial")
-                    try:
-                        data = await self._fetch(manifest)
-                    except FileNotFoundError:
-                        return manifest
-                    partial.write_bytes(data)
-                    partial.rename(path)
-                    self._fetched.append(path)
+                if not path.exists() and not await self._bring(manifest, path):
+                    return manifest
             self._remove(self._fetched[:-KEEP])
         except OSError as error:
             raise ResourceError(
@@ -60,6 +57,22 @@ class NodeCache:
                 f"({error.strerror}): make room on node {self._node_id[:8]}, or name another folder"
             ) from error
         return replace(manifest, path=str(path), node_id=self._node_id)
+
+    async def _bring(self, manifest: WeightManifest, path: Path) -> bool:
+        """Put the publication at `path`; false if it is gone."""
+        try:
+            data = await self._fetch(manifest)
+        except FileNotFoundError as error:
+            log.warning("version %d is gone from its node: %s", manifest.version, error)
+            return False
+        partial = unfinished_file(path)
+        try:
+            await asyncio.to_thread(partial.write_bytes, data)  # meanwhile the actor's heart beats
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._fetched.append(path)
+        return True
 
     def close(self) -> None:
         """Remove what this actor fetched."""

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from common.errors import ModelError, WeightUpdateError
+from common.errors import ModelError, PublicationGoneError, WeightUpdateError
+from common.safetensors_header import shapes_in_header
 from common.weights import ITEM_BYTES, TensorSpec, WeightManifest
 
 TIED_HEAD = "lm_head.weight"
 EMBEDDING_SUFFIX = "embed_tokens.weight"
-OBSOLETE_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry and no model loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def read_checkpoint(model_path: str) -> Checkpoint:
     try:
         config = json.loads((folder / "config.json").read_text())
         for file in files:
-            shapes |= _shapes_in_header(file)
+            shapes |= shapes_in_header(file)
         vocab_size = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model folder {model_path} cannot be read: {error!r}") from error
@@ -115,10 +115,13 @@ def checked_file(manifest: WeightManifest, checkpoint: Checkpoint) -> Iterator[s
     learner may have replaced or removed the file under its name in the meantime.
 
     Raises:
-        WeightUpdateError: the file is missing, truncated, altered, or holds a tied head unlike its embedding.
+        PublicationGoneError: the file is missing.
+        WeightUpdateError: the file is truncated, altered, or holds a tied head unlike its embedding.
     """
     try:
         file = open(manifest.path, "rb")  # noqa: SIM115 - closed by whoever leaves this context
+    except FileNotFoundError as error:
+        raise PublicationGoneError(f"version {manifest.version}: {manifest.path} is gone") from error
     except OSError as error:
         raise WeightUpdateError(f"version {manifest.version}: {manifest.path} cannot be read: {error}") from error
     with file:
@@ -141,17 +144,6 @@ def _check_bytes(fileno: int, manifest: WeightManifest, checkpoint: Checkpoint) 
             raise WeightUpdateError(
                 f"version {version}: {TIED_HEAD!r} differs from {embedding!r}, to which the model ties it"
             )
-
-
-def _shapes_in_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Format: little-endian u64 length, then JSON of that length (safetensors)."""
-    with open(file, "rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return {
-        name: tuple(entry["shape"])
-        for name, entry in header.items()
-        if name != "__metadata__" and not name.endswith(OBSOLETE_SUFFIX)
-    }
 
 
 def _check_canary(manifest: WeightManifest, checkpoint: Checkpoint, max_model_len: int) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import math
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +22,8 @@ from common.config_load import nearest
 from common.errors import ConfigError, ResourceError
 from common.types import Prompt
 
+AT_ONCE_S = 0.02  # what calls that a process is handed together may take
+MAX_AT_ONCE = 64
 START_LIMIT_S = 120.0  # for the imports of a user's scoring function
 ENVIRONMENT_REWARD = "environment"  # the sum of the environment's rewards: nothing is called
 
@@ -35,7 +40,9 @@ class Score:
 class RewardPool:
     """A fixed number of scoring processes; a call that hangs is killed with its process, which is replaced at once.
 
-    Its calls belong to the event loop that called `start`.
+    Calls that wait are handed to a process several at a time if they are short: beside an engine that keeps the
+    interpreter busy, a message costs far more time than a short call. Its calls belong to the event loop that called
+    `start`.
 
     Args:
         function: what `reward.function` holds, other than `environment`.
@@ -54,8 +61,10 @@ class RewardPool:
             raise ConfigError(f"reward.function = {function!r} is unknown{hint}")
         self._function = function
         self._time_limit_s = time_limit_s
-        self._processes = [_ScoringProcess(function, import_dir) for _ in range(processes)]
-        self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()
+        self._processes = [_ScoringProcess(function, import_dir, time_limit_s) for _ in range(processes)]
+        self._waiting: deque[_Call] = deque()
+        self._arrival = asyncio.Event()
+        self._work: list[asyncio.Task[None]] = []
         self.replaced = 0
         """Processes that were killed, or died, in the middle of a call."""
 
@@ -75,8 +84,7 @@ class RewardPool:
         for problem in filter(None, results):
             await self.close()
             raise problem
-        for process in self._processes:
-            self._idle.put_nowait(process)
+        self._work = [asyncio.ensure_future(self._feed(process)) for process in self._processes]
 
     async def score(self, prompt: Prompt, response: str, sample_id: int | str) -> Score:
         """Score one response. Whatever the scoring function does makes this sample unscorable at worst.
@@ -90,28 +98,40 @@ class RewardPool:
             return Score(
                 reward=None, error=f"sample {sample_id}: its row cannot be sent to the scoring process: {error}"
             )
-        process = await self._idle.get()
-        try:
-            await process.ready()
-            async with asyncio.timeout(self._time_limit_s):
-                reply = await process.ask(request)
-        except TimeoutError:
-            problem = f"took longer than reward.time_limit_s = {self._time_limit_s:g}"
-        except _ProcessEndedError as error:
-            problem = str(error)
-        else:
-            if "error" not in reply:
-                return Score(reward=reply["reward"], metrics=reply["metrics"])
-            problem = reply["error"]
-        finally:
-            if process.must_be_replaced:  # by now it is killed, so that nothing of the call goes on
+        call = _Call(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        self._arrival.set()
+        reply = await call.answer
+        if "error" in reply:
+            return Score(reward=None, error=f"sample {sample_id}: {self._function}: {reply['error']}")
+        return Score(reward=reply["reward"], metrics=reply["metrics"])
+
+    async def _feed(self, process: _ScoringProcess) -> None:
+        """Hand one process its share of the waiting calls, again and again."""
+        while True:
+            while not self._waiting:
+                self._arrival.clear()
+                await self._arrival.wait()
+            share = -(-len(self._waiting) // len(self._processes))
+            calls = [self._waiting.popleft() for _ in range(min(share, process.num_at_once))]
+            try:
+                unharmed = await process.run([call for call in calls if not call.answer.done()])
+            except Exception as error:  # there is no process any more; the waiting must not wait for ever
+                for call in calls:
+                    call.end(error)
+                continue
+            if process.must_be_replaced:
                 self.replaced += 1
                 process.replace()
-            self._idle.put_nowait(process)
-        return Score(reward=None, error=f"sample {sample_id}: {self._function}: {problem}")
+            self._waiting.extendleft(reversed(unharmed))
 
     async def close(self) -> None:
         """End every process and whatever it has started in its group."""
+        for task in self._work:
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        for call in self._waiting:
+            call.answer.cancel()
         await asyncio.gather(*(process.close() for process in self._processes))
 
 
@@ -119,15 +139,32 @@ class _ProcessEndedError(Exception):
     """The process ended before it answered."""
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    request: bytes
+    answer: asyncio.Future[dict[str, Any]]  # as `actors.reward_process.answer` gives it; cancelled: nobody wants it
+
+    def end(self, result: dict[str, Any] | Exception) -> None:
+        if self.answer.done():
+            return
+        if isinstance(result, Exception):
+            self.answer.set_exception(result)
+        else:
+            self.answer.set_result(result)
+
+
 class _ScoringProcess:
     """One process and its replacements. Its process group is its own and is killed whole."""
 
-    def __init__(self, function: str, import_dir: str) -> None:
+    def __init__(self, function: str, import_dir: str, time_limit_s: float) -> None:
         self._function = function
         self._import_dir = import_dir
+        self._time_limit_s = time_limit_s
         self._process: asyncio.subprocess.Process | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._asked = False
+        self._current: _Call | None = None  # what it works on; a call that was sent waits in its pipe before that
+        self._killed_for: _Call | None = None
+        self._long_s = math.inf  # the longest of the latest calls, roughly
 
     @property
     def pid(self) -> int | None:
@@ -136,8 +173,13 @@ class _ScoringProcess:
 
     @property
     def must_be_replaced(self) -> bool:
-        """It was asked and has not answered."""
-        return self._asked
+        """It has not answered."""
+        return self._current is not None
+
+    @property
+    def num_at_once(self) -> int:
+        """Calls that it may be handed together."""
+        return max(1, min(MAX_AT_ONCE, int(AT_ONCE_S / max(self._long_s, 1e-6))))
 
     async def start(self) -> None:
         # The child searches modules where this process does, whatever its current directory holds.
@@ -164,31 +206,64 @@ class _ScoringProcess:
             raise ResourceError(f"reward.function = {self._function!r}: {error} while it was imported") from None
         if "error" in reply:
             raise ConfigError(reply["error"])
-        self._asked = False
+        self._current = self._killed_for = None
 
     async def ready(self) -> None:
         """Wait for a replacement under way; replace a process that died between calls."""
-        if self._starting is None and self.pid is None:
+        if self._starting is None and (self.pid is None or self._killed_for):
             self._starting = asyncio.ensure_future(self._end_and_start())
         if self._starting is not None:
             await asyncio.shield(self._starting)  # a caller that is cancelled must not leave half a process
             self._starting = None
 
-    async def ask(self, request: bytes) -> dict[str, Any]:
+    async def run(self, calls: Sequence[_Call]) -> Sequence[_Call]:
+        """Make calls one after the other; each has the time limit for itself, and ends as soon as it is answered.
+
+        Returns:
+            Calls that were not begun, because one before them took the process with it; then `must_be_replaced`.
+
+        Raises:
+            ConfigError, ResourceError: see `start`.
+        """
+        await self.ready()
         assert self._process is not None
         assert self._process.stdin is not None
-        self._asked = True
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionError):  # its end shows when it is read from
-            self._process.stdin.write(LENGTH.pack(len(request)) + request)
-            await self._process.stdin.drain()
-        reply = await self._read()
-        self._asked = False
-        return reply
+            self._process.stdin.write(b"".join(LENGTH.pack(len(call.request)) + call.request for call in calls))
+        for index, call in enumerate(calls):
+            self._current = call
+            call.answer.add_done_callback(functools.partial(self._on_done, call))
+            timer = loop.call_later(self._time_limit_s, self._on_overdue, call)
+            try:
+                reply = await self._read()
+            except _ProcessEndedError as error:
+                if self._killed_for not in (None, call):  # one that was answered at the last moment
+                    return calls[index:]
+                limit = f"took longer than reward.time_limit_s = {self._time_limit_s:g}"
+                call.end({"error": limit if self._killed_for else str(error)})
+                return calls[index + 1 :]
+            finally:
+                timer.cancel()
+            self._current = None
+            self._long_s = max(reply["seconds"], 0.9 * self._long_s) if self._long_s < math.inf else reply["seconds"]
+            call.end(reply)
+        return ()
+
+    def _on_overdue(self, call: _Call) -> None:
+        if self._current is call:
+            self._killed_for = call
+            self._kill()
+
+    def _on_done(self, call: _Call, answer: asyncio.Future[dict[str, Any]]) -> None:
+        if answer.cancelled() and self._current is call:  # nothing of it shall go on
+            self._killed_for = call
+            self._kill()
 
     def replace(self) -> None:
         """Kill it, and have another started in the background."""
         self._kill()
-        self._asked = False
+        self._current = None
         self._starting = asyncio.ensure_future(self._end_and_start())
 
     async def close(self) -> None:

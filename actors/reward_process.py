@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import sys
+import time
 from typing import Any, BinaryIO
 
 import msgpack
@@ -38,12 +39,14 @@ def main(function: str, import_dir: str, parent: int) -> None:
 
 
 def answer(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
-    """`reward` and `metrics`, or `error`."""
+    """`reward` and `metrics`, or `error`; and the `seconds` that the call took."""
+    started = time.perf_counter()
     try:
         reward, metrics = read_result(scorer(request["response"], request["answer"], request["row"]))
-        return {"reward": reward, "metrics": metrics}
+        result = {"reward": reward, "metrics": metrics}
     except BaseException as error:  # exit() in a scoring function must not end the process, nor Ctrl-C half a message
-        return {"error": describe(error)[:ERROR_LIMIT].encode("utf-8", "replace").decode()}
+        result = {"error": describe(error)[:ERROR_LIMIT].encode("utf-8", "replace").decode()}
+    return {**result, "seconds": time.perf_counter() - started}
 
 
 def die_with(parent: int) -> None:

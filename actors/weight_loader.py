@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from actors.engine import Engine
-from common.errors import WeightUpdateError
+from common.errors import PublicationGoneError, WeightUpdateError
 from common.weights import WeightManifest
 
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 6  # publications refused in a row; a newer one mends a file that was overwritten meanwhile
+MAX_DOUBLINGS = 5  # of the pause while publications are gone
 
 
 class WeightLoader:
@@ -23,7 +25,7 @@ class WeightLoader:
 
     Args:
         max_delay_s: longest time that `held` puts off a load.
-        first_pause_s: pause after a refusal; doubles with each in a row.
+        first_pause_s: pause after a publication that was refused or gone; doubles with each in a row.
     """
 
     def __init__(self, engine: Engine, *, max_delay_s: float, first_pause_s: float) -> None:
@@ -38,6 +40,7 @@ class WeightLoader:
         self._unheld = asyncio.Event()
         self._unheld.set()
         self._end: BaseException | None = None
+        self._gone_in_a_row = 0
         self.loads = 0
         self.refusals = 0
         self.stall_s = 0.0
@@ -81,15 +84,23 @@ class WeightLoader:
     async def run(self) -> None:
         """Load whatever `tell` brings, for ever.
 
+        A publication whose file is gone says nothing against the engine: newer ones are out, or the learner is being
+        replaced, which takes as long as it takes. The engine goes on with the version it has.
+
         Raises:
-            WeightUpdateError: `MAX_REFUSALS` publications in a row were refused.
+            WeightUpdateError: `MAX_REFUSALS` publications in a row were refused for what they hold.
             CanaryError, EngineDeadError: see `Engine.load_weights`.
         """
         while True:
             await self._news.wait()
             self._news.clear()
             await self._wait_while_held()
-            await self._load_newest()
+            try:
+                await self._load_newest()
+            except PublicationGoneError as error:
+                await self._wait_for_another(error)
+            else:
+                self._gone_in_a_row = 0
 
     async def stop(self, reason: BaseException) -> None:
         """Nothing will be loaded any more: whoever waits gets `reason`."""
@@ -105,6 +116,17 @@ class WeightLoader:
         except TimeoutError:
             log.warning("weights are loaded in the middle of an evaluation: it took longer than evaluation.max_delay_s")
 
+    async def _wait_for_another(self, error: PublicationGoneError) -> None:
+        pause_s = self._first_pause_s * 2 ** min(self._gone_in_a_row, MAX_DOUBLINGS)
+        self._gone_in_a_row += 1
+        self.refusals += 1
+        log.warning("version %d goes on serving: %s", self._engine.weight_version, error)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._news.wait()
+        if not self._news.is_set():
+            self._newest = None  # it is asked for again: a restored learner may publish the same version elsewhere
+
     async def _load_newest(self) -> None:
         async with self._loading:
             for refusal in range(MAX_REFUSALS):
@@ -113,6 +135,8 @@ class WeightLoader:
                     return
                 try:
                     update = await self._engine.load_weights(manifest)
+                except PublicationGoneError:
+                    raise
                 except WeightUpdateError as error:
                     self.refusals += 1
                     log.warning("weights of version %d are refused: %s", manifest.version, error)

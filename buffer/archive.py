@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from common import columns
@@ -98,6 +99,18 @@ class TrajectoryArchive:
 def part_files(folder: Path) -> list[Path]:
     """Whole parts, in the order of writing."""
     return sorted((path for path in folder.glob("part-*.parquet") if _number(path) >= 0), key=_number)
+
+
+def highest_ids(folder: Path) -> dict[str, int]:
+    """Highest sample, lease, group and batch id of what is archived; -1 where there is nothing."""
+    names = ["sample_id", "lease_id", "group_id", "batch_id"]
+    highest = dict.fromkeys(names, -1)
+    for path in part_files(folder):
+        table = read_part(path, names)
+        if table is not None and table.num_rows:
+            for name in names:
+                highest[name] = max(highest[name], pc.max(table[name]).as_py())
+    return highest
 
 
 def read_part(path: Path, column_names: list[str] | None = None) -> pa.Table | None:

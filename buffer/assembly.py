@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 
-from buffer import groups, staleness
+from buffer import groups, staleness, status
 from buffer.groups import Verdict
 from buffer.leases import Expiry, LeaseBook, Timers, sampling_seed
 from buffer.ledger import Ledger, add_to
 from buffer.pool import UnitPool
-from buffer.records import RunState, Sample, Stage, Unit
+from buffer.records import Losses, RunState, Sample, Stage, Unit
 from buffer.settings import ReplaySettings
 from buffer.store import Archive, Changes, SampleStore, trajectory_bytes
 from common.types import DropReason, GroupId, Lease, LeaseId, Prompt, Receipt, SampleId, SampleState, Trajectory
@@ -155,6 +155,7 @@ class Assembly:
             self.pool.reorder(unit)
             self._handle_late(unit, now)
         elif decision is Verdict.TOO_FEW:
+            self._count_loss(unit)
             self.drop_unit(unit, DropReason.INCOMPLETE_GROUP)
         else:
             for sample in groups.usable(unit):
@@ -237,7 +238,7 @@ class Assembly:
         self._changes.payloads[sample.sample_id] = trajectory
         self.move(sample, SampleState.ASSEMBLING)
         add_to(self._run.sampled, sample)
-        self._run.lost_in_a_row, self._run.first_loss = 0, ""
+        self._run.losses = Losses(since_position=self._run.prompts["position"])
         unit = self.pool.units[sample.unit_id]
         if unit.first_delivery_at is None:
             unit.first_delivery_at = now
@@ -262,12 +263,22 @@ class Assembly:
         """A sample ended without a usable trajectory; `trajectory` is one that cannot be used."""
         prompt_id = self.pool.units[sample.unit_id].prompt.prompt_id
         logger.warning("sample %d (prompt %s) dropped: %s: %s", sample.sample_id, prompt_id, reason, message)
-        self._run.lost_in_a_row += 1
-        if self._run.lost_in_a_row == 1:
-            self._run.first_loss = f"sample {sample.sample_id} (prompt {prompt_id}): {reason}: {message}"
+        losses, line = self._run.losses, f"sample {sample.sample_id} (prompt {prompt_id}): {reason}: {message}"
+        if reason is DropReason.OVER_LONG:
+            losses.first_over_long = losses.first_over_long or line
+        else:
+            losses.first_failure = losses.first_failure or line
         if reason is DropReason.FAILED:
             self._run.failed_prompts = [*self._run.failed_prompts[1 - REMEMBERED_PROMPTS :], prompt_id]
         self._drop(sample, reason, trajectory)
+
+    def _count_loss(self, unit: Unit) -> None:
+        """Too few members are left."""
+        reasons = {sample.drop_reason for sample in unit.samples if sample.state is SampleState.DROPPED}
+        if reasons == {DropReason.OVER_LONG}:
+            self._run.losses.over_long += 1
+        else:
+            self._run.losses.failed += 1
 
     def _drop(self, sample: Sample, reason: DropReason, trajectory: Trajectory | None = None) -> None:
         """Take a sample out of its unit for good, whatever its state."""
@@ -290,10 +301,13 @@ class Assembly:
         return self._changes.payloads.get(sample_id) or self._store.payloads([sample_id])[0]
 
     def _note_beyond_bound(self, prompt_id: str) -> None:
-        beyond = self._run.beyond_bound
+        beyond, events = self._run.beyond_bound, self._run.events
         beyond[prompt_id] = beyond.pop(prompt_id, 0) + 1
         if len(beyond) > REMEMBERED_PROMPTS:
             del beyond[next(iter(beyond))]
+        events.stale_units += 1
+        if events.stale_units.bit_count() == 1:  # at 1, 2, 4, 8, ...: a run that loses many says so a few times
+            logger.warning("%s", status.describe_stale(self._run, self._settings.staleness_bound))
 
     # Late members of groups
 

@@ -118,7 +118,7 @@ class BatchBook:
         for unit in self.open_units():
             for sample in groups.usable(unit):
                 self._assembly.move(sample, SampleState.READY)
-                self._run.events.returned_by_reset += 1
+                self._run.events.returned_by_restore += 1
             self._assembly.pool.make_ready(unit)
             self._changes.units[unit.unit_id] = unit
         self._changes.removed_batches.append(self.open.batch_id)
@@ -131,7 +131,7 @@ class BatchBook:
             for unit_id in record.unit_ids:
                 unit = self._retired.pop(unit_id)
                 for sample in unit.samples:
-                    if sample.state is SampleState.TRAINED or sample.drop_reason is DropReason.NO_UPDATE:
+                    if groups.in_finished_batch(sample):
                         add_to(self._totals(sample), sample, step=-1)
                         self._assembly.move(sample, SampleState.READY)
                         self._assembly.held_bytes += sample.size_bytes

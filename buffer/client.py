@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from buffer.links import ActorLink, LearnerLink, Poll
 from common import columns, wire
@@ -16,7 +18,10 @@ from common.weights import WeightManifest
 
 __all__ = ["ActorLink", "LearnerLink", "Poll", "RayActorLink", "RayLearnerLink"]
 
-ANSWER_LIMIT_S = 120.0  # a buffer that does not answer for this long is taken for dead
+log = logging.getLogger(__name__)
+
+ANSWER_LIMIT_S = 120.0  # of one call
+PAUSES_S = (1.0, 4.0, 16.0)  # before a call of the learner is repeated
 
 
 class RayActorLink:
@@ -56,35 +61,44 @@ class RayActorLink:
 
 
 class RayLearnerLink:
-    """`LearnerLink` over Ray.
+    """`LearnerLink` over Ray. Every call may be repeated, and is while the buffer is out of reach for a moment.
 
     Raises (every call):
-        ray.exceptions.RayActorError: the buffer died.
-        ray.exceptions.GetTimeoutError: it did not answer for `ANSWER_LIMIT_S`.
+        ray.exceptions.RayActorError: the buffer died, or stayed out of reach.
+        ray.exceptions.GetTimeoutError: it did not answer for `ANSWER_LIMIT_S`, in each of several attempts.
     """
 
     def __init__(self, service: Any) -> None:
         self._service = service
 
     def take_batch(self, wait_s: float) -> Batch | None:
-        answer = ray.get(self._service.take_batch.remote(wait_s), timeout=wait_s + ANSWER_LIMIT_S)
+        answer = self._ask("take_batch", wait_s, limit_s=wait_s + ANSWER_LIMIT_S)
         if answer is None:
             return None
         fields, data = answer
         return Batch(**fields, trajectories=tuple(columns.from_table(columns.from_bytes(data))))
 
     def announce(self, manifest: WeightManifest) -> None:
-        ray.get(self._service.announce.remote(manifest), timeout=ANSWER_LIMIT_S)
+        self._ask("announce", manifest)
 
     def finish(self, batch_id: BatchId, outcome: BatchOutcome, version: WeightVersion) -> None:
-        ray.get(self._service.finish.remote(batch_id, outcome, version), timeout=ANSWER_LIMIT_S)
+        self._ask("finish", batch_id, outcome, version)
 
     def restore(self, last_finished_batch: BatchId | None, version: WeightVersion) -> WeightVersion:
-        label = ray.get(self._service.restore.remote(last_finished_batch, version), timeout=ANSWER_LIMIT_S)
-        return WeightVersion(label)
+        # Said twice, it may return a label one higher than it need be.
+        return WeightVersion(self._ask("restore", last_finished_batch, version))
 
     def state(self) -> Mapping[str, Any]:
-        return ray.get(self._service.state.remote(), timeout=ANSWER_LIMIT_S)  # type: ignore[no-any-return]
+        return self._ask("state")  # type: ignore[no-any-return]
 
     def forget_batches_up_to(self, batch_id: BatchId) -> None:
-        ray.get(self._service.forget_batches_up_to.remote(batch_id), timeout=ANSWER_LIMIT_S)
+        self._ask("forget_batches_up_to", batch_id)
+
+    def _ask(self, method: str, *arguments: Any, limit_s: float = ANSWER_LIMIT_S) -> Any:
+        for pause_s in PAUSES_S:
+            try:
+                return ray.get(getattr(self._service, method).remote(*arguments), timeout=limit_s)
+            except (ActorUnavailableError, GetTimeoutError) as error:
+                log.warning("the buffer cannot be reached for %s, tried again in %g s: %s", method, pause_s, error)
+                time.sleep(pause_s)
+        return ray.get(getattr(self._service, method).remote(*arguments), timeout=limit_s)

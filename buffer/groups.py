@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from buffer.records import Sample, Stage, Unit
 from buffer.settings import ReplaySettings
-from common.types import SampleState
+from common.types import DropReason, SampleState
 
 OUTSTANDING = (SampleState.QUEUED, SampleState.LEASED)
 USABLE = (SampleState.ASSEMBLING, SampleState.READY, SampleState.IN_TRAINING, SampleState.TRAINED)
@@ -32,6 +32,11 @@ def outstanding(unit: Unit) -> list[Sample]:
 def usable(unit: Unit) -> list[Sample]:
     """Members with a trajectory that is or was to be trained, in order."""
     return [sample for sample in unit.samples if sample.state in USABLE]
+
+
+def in_finished_batch(sample: Sample) -> bool:
+    """Whether a member of a unit whose batch is finished was in that batch; else it was dropped before."""
+    return sample.state is SampleState.TRAINED or sample.drop_reason is DropReason.NO_UPDATE
 
 
 def verdict(unit: Unit) -> Verdict:

@@ -66,6 +66,7 @@ class LeaseBook:
         self._current: dict[LeaseId, Sample] = {}
         self._held: dict[str, dict[LeaseId, None]] = {}  # actor -> its leases, in order of issue
         self._last_heard: dict[str, float] = {}
+        self._dead: set[str] = set()
         self._queue: deque[Sample] = deque()
         self._lease_timers: Timers[int] = Timers()
         self._actor_timers: Timers[str] = Timers()
@@ -73,7 +74,9 @@ class LeaseBook:
     # Actors
 
     def hear(self, actor_id: str, now: float) -> None:
-        """The actor is alive."""
+        """The actor is alive, unless it was buried."""
+        if actor_id in self._dead:
+            return
         if actor_id not in self._last_heard:
             self._actor_timers.push(now + self._heartbeat_s, actor_id)
         self._last_heard[actor_id] = now
@@ -86,6 +89,13 @@ class LeaseBook:
             self.void(sample)
         self._held.pop(actor_id, None)
         return lost
+
+    def bury(self, actor_id: str) -> None:
+        """The actor is dead: nothing is leased to this id again, and what it still says is not heard."""
+        self._dead.add(actor_id)
+
+    def buried(self, actor_id: str) -> bool:
+        return actor_id in self._dead
 
     def silent_actors(self, now: float) -> list[str]:
         """Actors not heard of within the heartbeat limit. They stay in the book until `forget_actor`."""

@@ -23,7 +23,10 @@ class ActorLink(Protocol):
     """The buffer as a rollout actor sees it."""
 
     async def poll(self, actor_id: str, num_slots: int, loaded_version: int, wait_s: float) -> Poll:
-        """Up to `num_slots` leases; waits up to `wait_s` while there is neither a lease nor a newer publication."""
+        """Up to `num_slots` leases; waits up to `wait_s` while there is neither a lease nor a newer publication.
+
+        `closing` when the run is over, and for an actor that was reported dead.
+        """
         ...
 
     async def heartbeat(self, actor_id: str, lease_ids: Sequence[LeaseId]) -> list[LeaseId]:

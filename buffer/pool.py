@@ -105,9 +105,9 @@ class UnitPool:
         """Whether the rule of `wait` lets the oldest ready units be a batch at this version; true in other modes."""
         if self._mode != "wait":
             return True
-        outside = self._by_version(self._live_at, version)
+        outside = _leased(self._live_at)
         left = num_units * self._settings.group_size
-        for issued_at, count in sorted(self._by_version(self._ready_at, version).items()):
+        for issued_at, count in sorted(_leased(self._ready_at).items()):
             taken = min(left, count)
             outside[issued_at] -= taken
             left -= taken
@@ -121,24 +121,17 @@ class UnitPool:
     def _beyond_wait(self, version: int) -> list[Unit]:
         """The oldest units, as few as make a batch possible again."""
         bound, batch_size = self._settings.staleness_bound, self._settings.batch_size
-        live = self._by_version(self._live_at, version)
+        live = _leased(self._live_at)
         if staleness.excess(live, version=version, bound=bound, batch_size=batch_size) <= 0:
             return []
         doomed: list[Unit] = []
         for unit in self.oldest_first():
             doomed.append(unit)
-            issued_at = _version(unit)
-            live[version if issued_at is None else issued_at] -= unit.size
+            assert unit.order is not None  # what has no lease is in nobody's way
+            live[unit.order[0]] -= unit.size
             if staleness.excess(live, version=version, bound=bound, batch_size=batch_size) <= 0:
                 break
         return doomed
-
-    def _by_version(self, counts: Counter[int | None], version: int) -> Counter[int]:
-        """Counts with the samples that have no lease as issued now."""
-        known: Counter[int] = Counter()
-        for issued_at, count in counts.items():
-            known[version if issued_at is None else issued_at] += count
-        return known
 
     def _index_ready(self, unit: Unit) -> None:
         assert unit.order is not None
@@ -167,6 +160,11 @@ class UnitPool:
 
 def _version(unit: Unit) -> int | None:
     return None if unit.order is None else unit.order[0]
+
+
+def _leased(counts: Counter[int | None]) -> Counter[int]:
+    """Counts without the samples that have no lease."""
+    return Counter({issued_at: count for issued_at, count in counts.items() if issued_at is not None})
 
 
 def _shift(counts: Counter[int | None], key: int | None, step: int) -> None:

@@ -98,6 +98,25 @@ class Totals:
     def mean_tokens(self) -> float:
         return self.tokens / self.count if self.count else 0.0
 
+    @property
+    def mean_seconds(self) -> float:
+        return self.seconds / self.count if self.count else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Losses:
+    """Units that were lost before they could be trained, since the last usable trajectory."""
+
+    failed: int = 0  # a member at least was lost for another reason than its prompt's length
+    over_long: int = 0  # the prompt is too long: nothing is broken
+    first_failure: str = ""  # of a sample
+    first_over_long: str = ""
+    since_position: int = 0  # of the prompt source's cursor
+
+    @property
+    def first(self) -> str:
+        return self.first_failure or self.first_over_long
+
 
 @dataclass(slots=True, kw_only=True)
 class Events:
@@ -115,7 +134,7 @@ class Events:
     closed_groups: int = 0
     converted_groups: int = 0
     uninformative_groups: int = 0  # whole, and all rewards equal
-    returned_by_reset: int = 0  # samples ready again because the learner died before it finished their batch
+    stale_units: int = 0  # dropped as too stale
     returned_by_restore: int = 0  # samples ready again because their batch is not in the restored weights
 
 
@@ -142,8 +161,7 @@ class RunState:
     events: Events = field(default_factory=Events)
     batches: dict[BatchOutcome, int] = field(default_factory=lambda: dict.fromkeys(BatchOutcome, 0))  # finished
     no_update_in_a_row: int = 0
-    lost_in_a_row: int = 0
-    first_loss: str = ""  # of the samples lost in a row
+    losses: Losses = field(default_factory=Losses)
     failed_prompts: list[str] = field(default_factory=list)  # the latest that were dropped as failed
     beyond_bound: dict[str, int] = field(
         default_factory=dict

@@ -48,7 +48,8 @@ class ReplayBuffer:
         prompts: source of prompts; its cursor is set from the store if that holds a run.
         clock: seconds, never going back.
         store: None: in memory.
-        state: what `state` returned, for a run that goes on without its store; not looked at if the store holds one.
+        state: what `state` returned, or a part of it, for a run that goes on without its store; not looked at if the
+            store holds one.
 
     Raises:
         ConfigError: the run was started with another group size.
@@ -72,10 +73,9 @@ class ReplayBuffer:
         stored = self._store.load()
         if stored is not None:
             self._run = stored.run
-        elif state is not None:
-            self._run = status.run_from_state(state)
         else:
-            self._run = RunState(group_size=settings.group_size, prompts=prompts.state())
+            fresh = RunState(group_size=settings.group_size, prompts=prompts.state())
+            self._run = status.run_from_state({**status.state_of(fresh, (), None), **(state or {})})
         if self._run.group_size != settings.group_size:
             raise ConfigError(
                 f"groups.size = {settings.group_size}: the run was started with {self._run.group_size}; set it back, "

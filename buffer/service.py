@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from buffer.archive import TrajectoryArchive
 from buffer.build import build_buffer
 from buffer.links import Poll
-from buffer.replay import BufferStatus
+from buffer.replay import BufferStatus, ReplayBuffer
+from buffer.spill import SpillingStore
 from common import columns, wire
 from common.config import RunConfig
 from common.logs import log_to_file
@@ -30,21 +31,42 @@ class ReplayBufferService:
 
     def __init__(self, config: RunConfig, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
         log_to_file(run_dir, "buffer")
-        self._archive = TrajectoryArchive(run_dir / "trajectories")
-        self._buffer = build_buffer(config, clock=time.monotonic, archive=self._archive, state=state)
+        self._config = config
+        self._run_dir = run_dir
+        self._state = state
+        self._buffer: ReplayBuffer  # these three are made by `start`
+        self._archive: TrajectoryArchive
+        self._store: SpillingStore
+        self._started = False
         self._manifest: WeightManifest | None = None
         self._issuing = True
         self._closing = False
         self._changed = asyncio.Event()
 
     async def start(self) -> int:
-        """Rows of the training data; a data error shows here."""
+        """Make the buffer; returns the rows of the training data. To be called before anything else.
+
+        Not in the constructor: Ray would not pass on what is raised there.
+
+        Raises:
+            DataError, ConfigError: see `build_buffer`.
+        """
+        self._store = SpillingStore(self._run_dir / "finished")
+        self._archive = TrajectoryArchive(self._run_dir / "trajectories")
+        self._buffer = build_buffer(
+            self._config, clock=time.monotonic, store=self._store, archive=self._archive, state=self._state
+        )
+        self._started = True
         return self._buffer.num_rows
 
     # For actors
 
     async def poll(self, actor_id: str, num_slots: int, loaded_version: int, wait_s: float) -> Poll:
+        """See `ActorLink`. An actor that was reported dead is sent away at once."""
+
         def answer() -> Poll | None:
+            if self._buffer.reported_dead(actor_id):
+                return Poll(closing=True)
             newer = self._manifest if self._manifest and self._manifest.version > loaded_version else None
             leases: list[Lease] = []
             if self._issuing and not self._closing and num_slots and self._manifest:
@@ -69,7 +91,7 @@ class ReplayBufferService:
         return receipt
 
     async def lose_actor(self, actor_id: str) -> int:
-        """Leases of a dead actor that went back to the pool."""
+        """The actor is dead, and its id void; returns how many of its leases went back to the pool."""
         lost = self._buffer.lose_actor(actor_id)
         self._notify()
         return lost
@@ -82,10 +104,7 @@ class ReplayBufferService:
         self._notify()  # forming a batch drops what is too stale, which may open the gate
         if batch is None:
             return None
-        fields = {
-            name: getattr(batch, name)
-            for name in ("batch_id", "version", "fresh_units", "is_last", "is_tail", "converted")
-        }
+        fields = {name: getattr(batch, name) for name in ("batch_id", "version", "is_last", "is_tail")}
         return fields, columns.to_bytes(columns.to_table(batch.trajectories))
 
     async def announce(self, manifest: WeightManifest) -> None:
@@ -117,9 +136,6 @@ class ReplayBufferService:
         self._notify()
         return self._buffer.snapshot()
 
-    async def end_of_data(self) -> bool:
-        return self._buffer.end_of_data
-
     async def missing(self) -> str:
         return self._buffer.missing()
 
@@ -131,7 +147,9 @@ class ReplayBufferService:
         """Tell every actor that the run is over."""
         self._closing = True
         self._notify()
-        self._archive.close()
+        if self._started:
+            self._archive.close()
+            self._store.close()
 
     def _notify(self) -> None:
         self._changed.set()

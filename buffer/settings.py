@@ -33,7 +33,7 @@ class ReplaySettings:
     max_bytes: int = 1 << 30  # of held trajectories
     longest_trajectory_bytes: int = 1 << 16  # see store.trajectory_bytes
     max_no_update_in_a_row: int = 5
-    max_lost_in_a_row: int = 32  # samples that end without a usable trajectory, one after the other
+    max_lost_in_a_row: int = 64  # units lost one after the other, with no usable trajectory in between
 
     def __post_init__(self) -> None:
         one_batch = self.batch_size * self.longest_trajectory_bytes

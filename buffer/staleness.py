@@ -62,7 +62,7 @@ def may_form(outside: Mapping[int, int], *, version: int, bound: int, batch_size
     into the k batches at c + 1 .. c + k.
 
     Args:
-        outside: version at issue -> untrained samples left outside. Those without a lease count as issued at c.
+        outside: version at issue -> untrained samples left outside that have a lease; others have time.
     """
     return all(_due(outside, version + k, bound) <= k * batch_size for k in range(bound + 1))
 
@@ -74,7 +74,7 @@ def excess(live: Mapping[int, int], *, version: int, bound: int, batch_size: int
     beyond the bound (k = -1).
 
     Args:
-        live: version at issue -> untrained samples.
+        live: version at issue -> untrained samples that have a lease.
     """
     return max(_due(live, version + k, bound) - (k + 1) * batch_size for k in range(-1, bound + 1))
 

@@ -265,13 +265,21 @@ def rejects_sequences(algorithm: AlgorithmConfig) -> bool:
     return any(rule is not None for rule in rules)
 
 
-def corrects_staleness(algorithm: AlgorithmConfig) -> bool:
-    """Something in the loss reacts to how far the policy has moved since a token was sampled."""
+def sees_staleness(algorithm: AlgorithmConfig) -> bool:
+    """Something in the loss reacts to how far the policy had moved between a token's sampling and its batch."""
     if algorithm.loss == "optimal_value":
         return True  # its regression has the same solution whoever sampled
-    if algorithm.trust_region != "none" or algorithm.correction != "none" or rejects_sequences(algorithm):
+    if algorithm.reference != "proximal" or algorithm.correction != "none" or rejects_sequences(algorithm):
         return True
     return algorithm.second_moment is not None or algorithm.negative_drift is not None
+
+
+def is_unbounded(algorithm: AlgorithmConfig) -> bool:
+    """Nothing limits what a token does to the policy, however far its ratio is from 1."""
+    rules = (algorithm.second_moment, algorithm.negative_drift)
+    rejects = rejects_sequences(algorithm) or any(rule is not None for rule in rules)
+    corrects = algorithm.correction != "none" or rejects or algorithm.loss == "optimal_value"
+    return algorithm.trust_region == "none" and not corrects
 
 
 def impossible_algorithms(algorithm: AlgorithmConfig, value: ValueConfig, group_size: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.algorithm_config import AlgorithmConfig, ValueConfig, corrects_staleness, impossible_algorithms
+from common.algorithm_config import AlgorithmConfig, ValueConfig, impossible_algorithms, is_unbounded
 from common.table import Table
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -246,7 +246,7 @@ class CheckpointConfig(Table):
     """`[checkpoint]`: what a run can be resumed from."""
 
     every_updates: int = Field(20, ge=0)
-    """Updates between checkpoints; 0: only at the end."""
+    """Batches between checkpoints, those without an update included; 0: only at the end."""
 
     keep: int = Field(2, ge=1)
     """Newest complete checkpoints that stay."""
@@ -353,7 +353,7 @@ def impossible_combinations(config: RunConfig) -> list[str]:
             "a batch is made of whole groups"
         )
     problems += impossible_algorithms(algorithm, config.value, groups.size)
-    if config.staleness.bound > 0 and not corrects_staleness(algorithm):
+    if config.staleness.bound > 0 and is_unbounded(algorithm):
         problems.append(
             f'algorithm.trust_region = "none" with staleness.bound = {config.staleness.bound} trains on stale tokens '
             "without any correction: take clip or mask, or set staleness.bound = 0"

@@ -43,6 +43,10 @@ class WeightUpdateError(SlipstreamError):
     """A publication was refused before anything was loaded; the engine still serves its old version."""
 
 
+class PublicationGoneError(WeightUpdateError):
+    """The publication's file is not there any more: newer ones are out, or the learner is being replaced."""
+
+
 class CanaryError(SlipstreamError):
     """After a load the engine's log-probs are not the learner's; the engine must be replaced."""
 

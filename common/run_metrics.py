@@ -150,4 +150,12 @@ METRICS: dict[str, str] = {
     "buffer/expired_leases": "Leases that ran into their deadline.",
     "buffer/retries": "Failed attempts that were tried again.",
     "buffer/returned_by_restore": "Samples ready again because their batch is not in the restored weights.",
+    "buffer/beyond_bound_prompts": "Prompts dropped as stale since they were last trained, 1000 at most; the log names "
+    "them.",
+    "buffer/trained_length_mean": "Mean sampled tokens of the samples that were trained on.",
+    "buffer/trained_duration_mean_s": "Mean seconds from lease to delivery of the samples that were trained on.",
+    "buffer/trained_staleness_max": "Largest staleness of a sample when its batch was formed, by its oldest token.",
+    "buffer/dropped_stale_length_mean": "Mean sampled tokens of the samples dropped as stale.",
+    "buffer/dropped_stale_duration_mean_s": "Mean seconds from lease to delivery of the samples dropped as stale.",
+    "buffer/dropped_stale_staleness_max": "Largest staleness of a sample when it was dropped as stale.",
 }

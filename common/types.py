@@ -232,7 +232,5 @@ class Batch:
     batch_id: BatchId
     version: WeightVersion  # the learner's version it was formed at
     trajectories: tuple[Trajectory, ...]  # oldest version at issue first; a group's members are neighbours
-    fresh_units: int  # groups, or single rollouts
     is_last: bool  # the data ended and nothing more can come
     is_tail: bool = False  # smaller than asked for, because the data ended
-    converted: frozenset[GroupId] = frozenset()  # groups to be trained as single rollouts

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -48,18 +46,3 @@ class WeightManifest:
     tensors: tuple[TensorSpec, ...]
     canary: Canary
     node_id: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists, numbers and strings, fit for msgpack and JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> WeightManifest:
-        """Inverse of `to_dict`.
-
-        Raises:
-            KeyError, TypeError: a field is missing or of the wrong kind.
-        """
-        tensors = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data["tensors"])
-        canary = Canary(token_ids=tuple(data["canary"]["token_ids"]), logprobs=tuple(data["canary"]["logprobs"]))
-        return cls(**{**data, "tensors": tensors, "canary": canary})

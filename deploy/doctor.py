@@ -204,15 +204,9 @@ IMPORTS = {
 
 def check_import(name: str, run: Callable[[str], subprocess.CompletedProcess[str]]) -> Iterator[Finding]:
     """Import a package in a fresh interpreter; torch also says which GPUs it sees."""
-    code = f"import {name}"
-    if name == "torch":
-        code += "; import json; c = torch.cuda; n = c.device_count() if c.is_available() else 0"
-        code += (
-            "; print(json.dumps([[c.get_device_name(i), c.get_device_properties(i).total_memory] for i in range(n)]))"
-        )
     began = time.monotonic()
     try:
-        result = run(code)
+        result = run(IMPORTS[name])
     except subprocess.TimeoutExpired:
         yield Finding("fail", f"import {name} takes longer than {IMPORT_LIMIT_S:.0f} s", "look for a slow disk")
         return

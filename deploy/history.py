@@ -12,7 +12,10 @@ from deploy.run_dir import Record, RunDir
 
 @dataclass
 class History:
-    """What is in the surviving weights, in order. Every record's `time_s` counts the time of all starts."""
+    """What is in the surviving weights, in order.
+
+    A record's `time_s` counts the time of all starts, and `start` numbers the one in which it was made, from 1 on.
+    """
 
     updates: list[Record] = field(default_factory=list)  # batches, those without an update too
     evaluations: list[Record] = field(default_factory=list)
@@ -44,7 +47,7 @@ def tell(records: Iterable[Record]) -> History:
             before_s = last_s
             history.starts += 1
         last_s = max(last_s, before_s + time_s)
-        record = {**record, "time_s": before_s + time_s}
+        record = {**record, "time_s": before_s + time_s, "start": history.starts}
         if record.get("kind") == "update":
             _add_update(history, record)
         elif record.get("kind") == "evaluation":
@@ -60,6 +63,14 @@ def series(records: Iterable[Record], x: str, y: str) -> tuple[list[float], list
     pairs = [(record.get(x), record.get(y)) for record in records]
     kept = [(float(a), float(b)) for a, b in pairs if isinstance(a, (int, float)) and isinstance(b, (int, float))]
     return [a for a, _ in kept], [b for _, b in kept]
+
+
+def by_start(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of each start together: between two of them no time of the run passed that anything can be drawn over."""
+    parts: dict[int, list[Record]] = {}
+    for record in records:
+        parts.setdefault(record["start"], []).append(record)
+    return list(parts.values())
 
 
 def _add_update(history: History, record: Record) -> None:

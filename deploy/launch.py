@@ -11,10 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from buffer.archive import highest_ids
 from buffer.sources import load_rows
 from common.config import RunConfig
 from common.errors import SlipstreamError
 from common.logs import driver_log
+from common.publications import publication_files
 from common.types import Prompt
 from deploy.placement import resolve_auto
 from deploy.progress import Progress
@@ -25,6 +27,7 @@ from deploy.supervise import RunEnd, Supervisor
 from deploy.unused import settings_without_effect
 from learner.model_cache import default_cache_dir
 from learner.models import resolve_model
+from learner.steps import read_highest_version
 
 log = logging.getLogger(__name__)
 
@@ -101,24 +104,29 @@ def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopReque
         services = Services(resolved, model_folder, run_dir.path)
         try:
             supervisor = Supervisor(resolved, services, run_dir, progress, held_out, stop)
-            return supervisor.run(_buffer_state(run_dir, config))
+            return supervisor.run(_buffer_state(run_dir))
         finally:
             progress.phase("ending the services")
             services.end_all()
+            for file in publication_files(Path(config.weights.folder), run_dir.path):
+                file.unlink(missing_ok=True)  # of a learner that was killed in the middle of a step
 
 
-def _buffer_state(run_dir: RunDir, config: RunConfig) -> Mapping[str, Any] | None:
-    """What a new buffer of a resumed run must know: the newest checkpoint's state and the highest label published."""
+def _buffer_state(run_dir: RunDir) -> Mapping[str, Any] | None:
+    """What a new buffer of a resumed run must know: where the prompts stand, and which labels and ids were given."""
     if not run_dir.holds_run:
         return None
-    from learner.checkpoint import CheckpointStore  # imports torch, which a new run's driver needs not
+    # Imported here, because it imports torch, which the driver of a new run needs not.
+    from learner.checkpoint import CheckpointStore
     from learner.state import read_counters
 
-    folder = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep).newest()
+    folder = CheckpointStore(run_dir.checkpoints, keep=run_dir.config().checkpoint.keep).newest()
     if folder is None:
-        return None
-    state = read_counters(folder).buffer_state
-    return {**state, "highest_version": max(run_dir.highest_version(), state["highest_version"])}
+        ids = highest_ids(run_dir.trajectories)
+        state = {"next": [ids[name] + 1 for name in ("sample_id", "lease_id", "group_id", "batch_id")]}
+    else:
+        state = dict(read_counters(folder).buffer_state)
+    return {**state, "highest_version": max(read_highest_version(run_dir.path), state.get("highest_version", 0))}
 
 
 def _keep_tokenizer(model_folder: Path, run_dir: Path) -> None:

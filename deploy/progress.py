@@ -27,6 +27,7 @@ Record = Mapping[str, Any]
 
 LINE_EVERY_S = 5.0  # between two update lines of a log
 SILENCE_S = 15.0  # after which a log gets a line that says what is going on
+START_SILENCE_S = 5.0  # the same before the first batch and after the last, when nothing else is said
 RATE_WINDOW = 12  # batches that rates are taken over
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
@@ -61,6 +62,7 @@ class Progress:
         self._began = self._phase_began = self._last_line = clock()
         self._last_update_line: float | None = None
         self._phase = "starting"
+        self._ended = ""  # how, once it did
         self._rewards: deque[float] = deque(maxlen=SPARK_WIDTH)
         self._recent: deque[Record] = deque(maxlen=RATE_WINDOW)
         self._held_out: list[tuple[int, float]] = []  # update, mean reward
@@ -85,6 +87,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._ended = "done" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -123,13 +126,13 @@ class Progress:
         """Held-out prompts were generated for and scored."""
         reward = record.get("eval/reward_mean")
         if not _is_number(reward):
-            self._print(f"evaluation at update {record.get('update')}: no prompt could be scored")
+            self._print(f"evaluation of update {record.get('update')}: no prompt could be scored")
             return
         with self._lock:
             self._held_out.append((int(record.get("update") or 0), float(reward)))
         count = record.get("eval/count")
         self._print(
-            f"held-out reward {reward:.3f} at update {record.get('update')}" + (f" ({count} prompts)" if count else "")
+            f"held-out reward {reward:.3f} of update {record.get('update')}" + (f" ({count} prompts)" if count else "")
         )
 
     def status(self, status: BufferStatus, running: Sequence[str]) -> None:
@@ -152,7 +155,7 @@ class Progress:
     def tick(self) -> None:
         """Say what is going on if nothing was said for a while."""
         now = self._clock()
-        if now - self._last_line >= SILENCE_S:
+        if now - self._last_line >= (SILENCE_S if self._phase == "training" else START_SILENCE_S):
             self._print(f"… {self._phase}, {duration(now - self._phase_began)} so far{self._waiting()}")
 
     def _watch_silence(self) -> None:
@@ -182,7 +185,8 @@ class Progress:
         now = self._clock()
         phase = Text.assemble((self._phase, "bold"), (f"  {duration(now - self._phase_began)}", "dim"))
         self._spinner.update(text=phase)
-        rows: list[tuple[str, RenderableType]] = [(duration(now - self._began), self._spinner)]
+        head = Text(self._ended, "bold") if self._ended else self._spinner
+        rows: list[tuple[str, RenderableType]] = [(duration(now - self._began), head)]
         if self._last:
             rows.append(("updates", self._bar()))
         if self._rewards:
@@ -190,13 +194,14 @@ class Progress:
         if self._held_out:
             first, last = self._held_out[0][1], self._held_out[-1]
             text = arrow(first, last[1] if len(self._held_out) > 1 else None)
-            rows.append(("held-out", f"{text}  at update {last[0]}"))
+            rows.append(("held-out", f"{text}  of update {last[0]}"))
         line = "  ".join(part for part in (self._speed(), self._staleness(), self._left_out()) if part)
         if line:
             rows.append(("training", line))
         if self._status is not None:
-            rows.append(("buffer", self._buffer_line(self._status)))
-            rows.append(("actors", self._actors_line()))
+            if not self._ended:
+                rows.append(("buffer", self._buffer_line(self._status)))
+                rows.append(("actors", self._actors_line()))
             rows += [("warning", Text(text, "yellow")) for text in warnings(self._status)]
         return rows
 
@@ -205,8 +210,17 @@ class Progress:
         if self._config is None:
             return f"{done}"
         grid = Table.grid(padding=(0, 2))
-        left = f"about {duration(left_s)} left" if (left_s := self._time_left()) is not None else ""
-        grid.add_row(ProgressBar(self._config.max_updates, done, width=SPARK_WIDTH), self._of_max(done), left)
+        left = f"about {duration(left_s)} left" if (left_s := self._time_left()) and not self._ended else ""
+        # Colours that every terminal has: those of the library turn to grey where there are only sixteen.
+        bar = ProgressBar(
+            self._config.max_updates,
+            done,
+            width=SPARK_WIDTH,
+            style="bright_black",
+            complete_style="cyan",
+            finished_style="green",
+        )
+        grid.add_row(bar, self._of_max(done), left)
         return grid
 
     def _buffer_line(self, status: BufferStatus) -> str:
@@ -258,14 +272,20 @@ class Progress:
         mean, largest = self._last.get("staleness/mean"), self._last.get("staleness/max")
         if not _is_number(mean) or not _is_number(largest):
             return ""
-        return f"staleness {mean:.1f}, at most {largest:.0f}"
+        return f"staleness {mean:.1f}" + (f" (sampled up to {plural(int(largest), 'version')} ago)" if largest else "")
 
     def _left_out(self) -> str:
+        """Tokens without gradient: of the fresh ones by their ratio, and those staler than the bound."""
         tokens = self._last.get("policy/tokens")
         if not _is_number(tokens) or not tokens:
             return ""
-        left_out = sum(float(self._last.get(f"policy/{name}_tokens") or 0) for name in ("masked", "rejected"))
-        return f"masked {left_out / tokens:.1%}"
+        counts = {
+            "masked": self._last.get("policy/masked_tokens"),
+            "too stale": self._last.get("policy/rejected_tokens"),
+        }
+        return "  ".join(
+            f"{name} {count / tokens:.1%}" for name, count in counts.items() if _is_number(count) and count
+        )
 
     def _waiting(self) -> str:
         if self._status is None or not self._status.counts.issued:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from actors.evaluation import EvaluationResult
+from buffer.records import Totals
 from buffer.status import BufferStatus
+from common.types import DropReason
 from deploy.run_dir import Record
 from learner.steps import StepRecord
 
@@ -53,4 +55,18 @@ def buffer_gauges(status: BufferStatus) -> dict[str, float]:
         "buffer/expired_leases": events.expired_leases,
         "buffer/retries": events.retries,
         "buffer/returned_by_restore": events.returned_by_restore,
+        "buffer/beyond_bound_prompts": len(status.beyond_bound),
+        **_size_gauges("buffer/trained", status.trained),
+        **_size_gauges("buffer/dropped_stale", status.dropped.get(DropReason.STALE, Totals())),
+    }
+
+
+def _size_gauges(name: str, totals: Totals) -> dict[str, float]:
+    """How long, slow and stale the samples with one outcome were; nothing without any."""
+    if not totals.count:
+        return {}
+    return {
+        f"{name}_length_mean": totals.mean_tokens,
+        f"{name}_duration_mean_s": totals.mean_seconds,
+        f"{name}_staleness_max": totals.max_staleness,
     }

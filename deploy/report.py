@@ -92,8 +92,9 @@ class RunSummary:
         totals = self.totals
         stopped = f" by {self.stopped_by.name}" if self.stopped_by else ""
         lines = [
-            f"{self.reason}{stopped}: {plural(totals.completed_updates, 'update')} in {duration(totals.duration_s)}, "
+            f"{self.reason}{stopped}: {plural(totals.completed_updates, 'update')}, "
             f"{totals.trajectories:,} trajectories, {totals.sampled_tokens:,} sampled tokens",
+            f"training took    {duration(totals.duration_s)}, from the start of the services",
             f"training reward  {arrow(totals.reward_first, totals.reward_last)}",
             f"held-out reward  {arrow(totals.held_out_before, totals.held_out_after)}",
             f"report           {self.report}",
@@ -178,7 +179,7 @@ def _page(run_dir: Path, history: History, config: RunConfig | None, picture: by
 def _cards(totals: Totals) -> str:
     cards = [
         ("completed updates", f"{totals.completed_updates:,}"),
-        ("time", duration(totals.duration_s)),
+        ("from the start of the services", duration(totals.duration_s)),
         ("training reward", arrow(totals.reward_first, totals.reward_last)),
         ("held-out reward", arrow(totals.held_out_before, totals.held_out_after)),
         ("trajectories trained on", f"{totals.trajectories:,}"),

@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from common.config import RunConfig
-from deploy.history import History, series
+from deploy.history import History, by_start, series
 from deploy.run_dir import Record
 
 Axes = Any  # matplotlib is read without types
@@ -21,7 +21,12 @@ BLUE, ORANGE, GREEN, RED, GREY, PURPLE = "#2b6cb0", "#dd6b20", "#2f855a", "#c530
 
 
 def draw(history: History, config: RunConfig | None, path: Path) -> None:
-    """Write the picture as PNG. A panel without data says so."""
+    """Write the picture as PNG."""
+    make_figure(history, config).savefig(path, format="png")
+
+
+def make_figure(history: History, config: RunConfig | None) -> Figure:
+    """The picture, six panels. One without data says so."""
     layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1)
     figure = Figure(figsize=(13, 11.5), dpi=110, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
@@ -37,7 +42,7 @@ def draw(history: History, config: RunConfig | None, path: Path) -> None:
     _phases(axes[5], history)
     for panel in axes:
         _dress(panel)
-    figure.savefig(path, format="png")
+    return figure
 
 
 def time_unit(duration_s: float) -> tuple[str, float]:
@@ -59,8 +64,8 @@ def window_of(count: int) -> int:
 
 
 def rates(updates: list[Record], amount: str, window: int) -> tuple[list[float], list[float]]:
-    """Time and amount per second, over the last `window` gaps between batches. The first batch only starts the clock:
-    its time holds the start of the services."""
+    """Time and amount per second, over the last `window` gaps between batches of one start of the run. Its first batch
+    only starts the clock: that one's time holds the start of the services."""
     kept = [record for record in updates if isinstance(record.get(amount), (int, float))]
     times, per_second = [], []
     for index in range(1, len(kept)):
@@ -77,27 +82,37 @@ def _learning(axes: Axes, history: History, x: str, label: str) -> None:
     axes.set_xlabel(label)
     moved = [record for record in history.updates if record.get("outcome", "committed") == "committed"]
     # before the first update, batches of the value function's warm-up would all stand at 0
-    at, rewards = series(moved if x == "update" else history.updates, x, "batch/reward_mean")
-    _smoothed(axes, at, rewards, BLUE, "training batches")
-    held_out = series(history.evaluations, x, "eval/reward_mean")
-    _line(axes, *held_out, ORANGE, "held-out prompts", marker="o")
-    both = [*rewards, *held_out[1]]
+    both: list[float] = []
+    window = window_of(len(history.updates))
+    for index, part in enumerate([moved] if x == "update" else by_start(history.updates)):
+        at, rewards = series(part, x, "batch/reward_mean")
+        _smoothed(axes, at, rewards, BLUE, "" if index else "training batches", window)
+        both += rewards
+    for index, part in enumerate([history.evaluations] if x == "update" else by_start(history.evaluations)):
+        held_out = series(part, x, "eval/reward_mean")
+        _line(axes, *held_out, ORANGE, "" if index else "held-out prompts", marker="o")
+        both += held_out[1]
     if both and min(both) >= 0 and max(both) <= 1:  # the same scale for every run whose rewards are shares
         axes.set_ylim(-0.02, 1.04)
 
 
 def _staleness(axes: Axes, history: History, config: RunConfig | None) -> None:
-    axes.set_title("Staleness of the trained tokens, in weight versions")
+    axes.set_title("Staleness of the sampled tokens, in weight versions")
     axes.set_xlabel("completed updates")
-    _line(axes, *series(history.updates, "update", "staleness/max"), GREY, "largest", width=1.0)
+    at, largest = series(history.updates, "update", "staleness/max")
+    _line(axes, at, largest, GREY, "oldest token of a batch", width=1.0)
     at, mean = series(history.updates, "update", "staleness/mean")
     _smoothed(axes, at, mean, BLUE, "mean")
     if not at:
         return
+    top = max([1.0, *largest])
     if config is not None:
         bound = config.staleness.bound
-        axes.axhline(bound, color=RED, linestyle="--", linewidth=1.2, label=f"bound {bound}")
-    axes.set_ylim(bottom=-0.1)
+        what = ": older ones have no gradient" if bound and config.staleness.on_exceeded == "mask" else ""
+        axes.axhline(bound, color=RED, linestyle="--", linewidth=1.2, label=f"bound {bound}{what}")
+        top = max(top, bound)
+    axes.set_ylim(-0.1, 1.45 * top)  # room above every line for the legend
+    axes.legend(frameon=False, fontsize=8.5, loc="upper right")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -106,12 +121,15 @@ def _throughput(axes: Axes, history: History, unit: str) -> None:
     axes.set_xlabel(f"time ({unit})")
     axes.set_ylabel("sampled tokens per second", color=BLUE)
     window = max(3, window_of(len(history.updates)))
-    _line(axes, *rates(history.updates, "batch/sampled_tokens", window), BLUE, "sampled tokens/s")
-    times, per_second = rates(history.updates, "batch/trajectories", window)
-    if times:
+    parts = by_start(history.updates)
+    for index, part in enumerate(parts):
+        _line(axes, *rates(part, "batch/sampled_tokens", window), BLUE, "" if index else "sampled tokens/s")
+    curves = [curve for part in parts if (curve := rates(part, "batch/trajectories", window))[0]]
+    if curves:
         right = axes.twinx()
         right.set_ylabel("trajectories per second", color=GREEN)
-        _line(right, times, per_second, GREEN, "trajectories/s", style="--")
+        for curve in curves:
+            _line(right, *curve, GREEN, "", style="--")
         right.set_ylim(bottom=0)
         right.spines[["top", "left", "bottom"]].set_visible(False)
         axes.plot([], [], color=GREEN, linestyle="--", label="trajectories/s")
@@ -149,8 +167,12 @@ def _phases(axes: Axes, history: History) -> None:
     rows = [record for record in history.updates if isinstance(record.get("time/update_s"), (int, float))]
     if not rows:
         return
-    first = 2 if len(rows) > 2 else 1  # the first batch waits for the engines to start, which would flatten the rest
-    rows = rows[first - 1 :]
+    at = np.arange(1, 1 + len(rows))
+    if len(rows) > 2:  # the first batch of a start waits for the engines, which would flatten the rest
+        later = [index for index in range(1, len(rows)) if rows[index]["start"] == rows[index - 1]["start"]]
+        at, rows = at[later], [rows[index] for index in later]
+    if not rows:
+        return
     values = {name: [float(record.get(name) or 0.0) for record in rows] for name, _, _ in parts}
     values["other"] = [
         max(
@@ -160,7 +182,6 @@ def _phases(axes: Axes, history: History) -> None:
         for record in rows
     ]
     window = window_of(len(rows))
-    at = np.arange(first, first + len(rows))
     heights = [smooth(values[name], window) for name, _, _ in parts]
     labels, colors = [label for _, label, _ in parts], [color for _, _, color in parts]
     if len(rows) == 1:
@@ -176,12 +197,12 @@ def _phases(axes: Axes, history: History) -> None:
     axes.set_ylim(0, max(float(np.percentile(totals, 97)) * 1.45, 1e-3))  # room for the legend, not for outliers
 
 
-def _smoothed(axes: Axes, x: list[float], y: list[float], color: str, label: str) -> None:
+def _smoothed(axes: Axes, x: list[float], y: list[float], color: str, label: str, window: int | None = None) -> None:
     """A strong line of moving means over a faint one of the values themselves."""
-    window = window_of(len(y))
+    window = window or window_of(len(y))
     if window > 1:
         axes.plot(x, y, color=color, alpha=0.25, linewidth=1)
-        label = f"{label} (moving mean of {window})"
+        label = label and f"{label} (moving mean of {window})"
     _line(axes, x, smooth(y, window), color, label)
 
 
@@ -198,7 +219,7 @@ def _line(
 ) -> None:
     if x:
         marker = marker or ("o" if len(x) == 1 else "")
-        axes.plot(x, y, color=color, label=label, marker=marker, markersize=5, linestyle=style, linewidth=width)
+        axes.plot(x, y, color=color, label=label or None, marker=marker, markersize=5, linestyle=style, linewidth=width)
 
 
 def _dress(axes: Axes) -> None:
@@ -213,7 +234,8 @@ def _dress(axes: Axes) -> None:
     if axes.has_data():
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.legend(frameon=False, fontsize=8.5, loc="best")
+        if axes.get_legend() is None:
+            axes.legend(frameon=False, fontsize=8.5, loc="best")
     else:
         axes.set_xticks([])
         axes.set_yticks([])

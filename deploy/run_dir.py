@@ -3,6 +3,7 @@
 config.toml          every setting, as the run uses it
 metrics.jsonl        one JSON object a line: "kind" is update, evaluation or event
 trajectories/        what was generated, as Parquet parts
+finished/            what the learner would need again after going back to a checkpoint; only while the run goes on
 checkpoints/         what the run can be resumed from
 tokenizer/           the model's tokenizer, for reading trajectories without the model
 report.html          curves and tables; report.png is its picture

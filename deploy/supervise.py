@@ -236,15 +236,12 @@ class Supervisor:
             self._next_step()
 
     def _data_ended(self, record: StepRecord | None) -> bool:
-        buffer = self._services.alive["buffer"]
         if record is not None and not record.is_last:
             return False
-        if not self._get(buffer.end_of_data.remote(), "buffer"):
-            return False
-        status: BufferStatus = self._get(buffer.status.remote(), "buffer")
+        status: BufferStatus = self._get(self._services.alive["buffer"].status.remote(), "buffer")
         if status.fatal:  # else a run whose samples all failed would seem to have come to the end of its data
             raise RunFailedError(status.fatal)
-        return True
+        return status.end_of_data
 
     def _record_step(self, record: StepRecord) -> None:
         self._last_progress = self._clock()

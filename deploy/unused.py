@@ -4,20 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.algorithm_config import sees_staleness, updates_per_batch
 from common.config import RunConfig
 from common.config_load import valid_keys
 from deploy.unused_algorithm import ALGORITHM_RULES, Rule
 
 
 def settings_without_effect(config: RunConfig) -> list[str]:
-    """A line for each setting that differs from its default without changing anything, with the reason."""
+    """A line for each setting that does not change anything, with the reason: those that differ from their default,
+    and a trust region that leaves stale tokens uncorrected."""
     defaults = RunConfig()
-    return [
+    lines = [
         f"{key} = {_value(config, key)!r} has no effect: {reason}"
         for prefix, reason, unused in RULES
         if unused(config)
         for key in valid_keys()
         if (key == prefix or key.startswith(prefix + ".")) and _value(config, key) != _value(defaults, key)
+    ]
+    return lines + uncorrected_staleness(config)
+
+
+def uncorrected_staleness(config: RunConfig) -> list[str]:
+    """A line if stale tokens are trained on as if they were fresh, though a trust region is set.
+
+    The ratio to the policy before the updates on a batch is 1 on every token of the first of them, however old it is.
+    """
+    algorithm, bound = config.algorithm, config.staleness.bound
+    if sees_staleness(algorithm) or algorithm.trust_region == "none" or not bound:
+        return []
+    remedy = (
+        f"tokens up to {bound} versions stale (staleness.bound) are trained on without any correction. Set "
+        "algorithm.reference = 'behaviour', as recipe grpo-dis does, an algorithm.correction, as tis does, or "
+        "staleness.bound = 0"
+    )
+    if updates_per_batch(algorithm) > 1:
+        return [f"algorithm.reference = 'proximal' sees what the updates on a batch change and not its age: {remedy}"]
+    return [
+        f"algorithm.trust_region = {algorithm.trust_region!r} has no effect: with algorithm.reference = 'proximal' and "
+        f"one update a batch every ratio is 1, so that {remedy}"
     ]
 
 

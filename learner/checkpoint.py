@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "update-"
 ASIDE = ".aside-"  # folders of this prefix are unfinished or on their way out
+REPLACED = "-replaced"  # what a folder aside ends with while another takes its place
 MARKER = "complete.json"  # size and digest of every other file; written last
 
 
@@ -31,7 +32,8 @@ class CheckpointStore:
     """A folder of checkpoints, named by completed updates.
 
     A checkpoint is written aside, forced to disk, marked complete and renamed. The older ones beyond `keep` go only
-    after that.
+    after that. Those of more updates go before: they are of a part of the run that was given up when an older one was
+    restored, and none may be taken for the newest.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -48,13 +50,14 @@ class CheckpointStore:
             it are in the weights of every one.
 
         Raises:
-            ResourceError: no space, or the folder cannot be written to; older checkpoints are as they were.
+            ResourceError: no space, or the folder cannot be written to; checkpoints of fewer updates are as they were.
         """
         target = self._folder / f"{PREFIX}{learner.completed_updates:08d}"
         aside = self._folder / f"{ASIDE}{target.name}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
+            self._remove_after(target)
             self._require_space(state_size_bytes(learner))
             aside.mkdir()
             write_state(learner, aside, last_finished_batch=last_finished_batch, buffer_state=buffer_state)
@@ -63,10 +66,11 @@ class CheckpointStore:
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise self._explained(error, learner) from error
-        return target, self._remove_old()
+        return target, self._remove_old(target)
 
     def newest(self) -> Path | None:
         """Folder of the newest complete checkpoint; says in the log which newer ones are passed over, and why."""
+        self._put_back()
         for folder in self._folders():
             problem = find_damage(folder)
             if not problem:
@@ -76,15 +80,28 @@ class CheckpointStore:
 
     def _folders(self) -> list[Path]:
         """Newest first."""
-        return sorted(self._folder.glob(f"{PREFIX}*"), reverse=True)
+        return sorted(self._folder.glob(f"{PREFIX}[0-9]*"), reverse=True)
+
+    def _put_back(self) -> None:
+        """Undo a replacement that was broken off between its two renames."""
+        for replaced in self._folder.glob(f"{ASIDE}*{REPLACED}"):
+            original = self._folder / replaced.name.removeprefix(ASIDE).removesuffix(REPLACED)
+            if not original.exists():
+                replaced.rename(original)
+
+    def _remove_after(self, target: Path) -> None:
+        for folder in self._folders():
+            if folder.name > target.name:
+                log.warning("checkpoint %s is removed: training went on from an older one", folder)
+                shutil.rmtree(folder)
 
     def _remove_leftovers(self) -> None:
         for leftover in self._folder.glob(f"{ASIDE}*"):
             shutil.rmtree(leftover)
 
     def _put_in_place(self, aside: Path, target: Path) -> None:
-        if target.exists():  # damaged, or of a part of the run that was rolled back
-            replaced = aside.with_name(f"{aside.name}-replaced")
+        if target.exists():  # damaged, or of fewer batches without an update
+            replaced = aside.with_name(f"{aside.name}{REPLACED}")
             target.rename(replaced)
             aside.rename(target)
             shutil.rmtree(replaced)
@@ -92,9 +109,10 @@ class CheckpointStore:
             aside.rename(target)
         _force_to_disk(self._folder)
 
-    def _remove_old(self) -> BatchId | None:
+    def _remove_old(self, newest: Path) -> BatchId | None:
         """Remove complete checkpoints beyond the newest `keep`; the last finished batch of the oldest one left."""
         complete = [folder for folder in self._folders() if (folder / MARKER).is_file()]
+        assert complete[0] == newest
         for folder in complete[self._keep :]:
             shutil.rmtree(folder)
         oldest = read_counters(complete[: self._keep][-1]).last_finished_batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from common.errors import ResourceError
+from common.publications import publication_file, unfinished_file, unfinished_in, versions_in
 from common.weights import ITEM_BYTES, Canary, TensorSpec, WeightManifest
 from learner.policy import DTYPES, Policy
 from learner.update import Learner
@@ -39,7 +39,8 @@ class Written:
 class Publisher:
     """Writes publications to `folder`, as `<run>-v<version>.bin`.
 
-    A file appears whole or not at all. The newest two stay; `close` removes them.
+    A file appears whole or not at all. The newest two stay; `close` removes them. What a killed learner of this run has
+    published counts as this one's: engines that have yet to load it find it until newer files are out.
 
     Args:
         folder: in memory (`/dev/shm`) where learner and engines share a node.
@@ -51,9 +52,10 @@ class Publisher:
         self._folder = folder
         self._run_name = run_name
         self._node_id = node_id
-        self._files: list[Path] = []
+        for path in unfinished_in(folder, run_name):  # a run has one learner at a time
+            path.unlink(missing_ok=True)
+        self._files = [path for _, path in sorted(versions_in(folder, run_name).items())]
         self._canary_ids: tuple[int, ...] = ()
-        self._remove_leftovers()
 
     def publish(self, version: int, learner: Learner) -> WeightManifest:
         """Write the policy's weights in the served precision; versions may be published again.
@@ -63,7 +65,7 @@ class Publisher:
         """
         dtype = learner.config.model.dtype
         weights = learner.policy.checkpoint_weights()
-        path = self._folder / f"{self._run_name}-v{version}.bin"
+        path = publication_file(self._folder, self._run_name, version)
         self._require_space(sum(weight.numel() for weight in weights.values()) * ITEM_BYTES[dtype])
         written = self._write(path, weights, dtype)
         self._retire(path)
@@ -77,15 +79,8 @@ class Publisher:
             node_id=self._node_id,
         )
 
-    def _remove_leftovers(self) -> None:
-        """Files of a learner of this run that was killed; a run has one learner at a time."""
-        ours = re.compile(rf"{re.escape(self._run_name)}-v\d+\.bin|\.{re.escape(self._run_name)}-v\d+\.bin\.\d+")
-        for path in self._folder.glob("*"):
-            if ours.fullmatch(path.name):
-                path.unlink(missing_ok=True)
-
     def close(self) -> None:
-        """Remove what this publisher wrote. Engines that have a file open keep its contents."""
+        """Remove this run's publications. Engines that have a file open keep its contents."""
         while self._files:
             self._files.pop().unlink(missing_ok=True)
 
@@ -110,7 +105,7 @@ class Publisher:
         )
 
     def _write(self, path: Path, weights: Mapping[str, Tensor], dtype: str) -> Written:
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside = unfinished_file(path)
         try:
             with aside.open("wb", buffering=0) as file:
                 written = write_tensors(file, weights.items(), dtype)

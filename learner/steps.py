@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.types import BatchOutcome, WeightVersion
 
@@ -29,3 +31,25 @@ class StepRecord:
     is_last: bool  # the data ended with this batch
     reason: str = ""  # why there was no update
     checkpoint: str = ""  # folder, when one was saved
+
+
+HIGHEST_VERSION = "highest_version"  # file in the run directory
+
+
+def note_highest_version(run_dir: Path, version: WeightVersion) -> None:
+    """Put on record, for good, that weights of this label may be served from now on. To be called before they are."""
+    file = run_dir / HIGHEST_VERSION
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as stream:
+        stream.write(f"{max(version, read_highest_version(run_dir))}\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.replace(file)
+
+
+def read_highest_version(run_dir: Path) -> WeightVersion:
+    """The highest label under which weights of this run may ever have been served; 0, the starting model's, if none."""
+    try:
+        return WeightVersion(int((run_dir / HIGHEST_VERSION).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return WeightVersion(0)

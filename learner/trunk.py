@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +15,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import ModelError
+from common.safetensors_header import shapes_in_header
 from learner.batching import MicroBatch
 
 disable_progress_bar()  # log files are not terminals
 
 Attention = Literal["flash_attention_2", "flex_attention"]  # names of transformers
-
-OBSOLETE_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry and no model loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +126,5 @@ def checkpoint_weights(model: Any, names: set[str]) -> dict[str, Tensor]:
 
 def checkpoint_names(folder: Path, model: Any) -> set[str]:
     """Names in the headers of the safetensors files of `folder`, without tensors that are tied to others."""
-    names = {name for file in folder.glob("*.safetensors") for name in _names_in_header(file)}
+    names = {name for file in folder.glob("*.safetensors") for name in shapes_in_header(file)}
     return names - set(model.all_tied_weights_keys)
-
-
-def _names_in_header(file: Path) -> Iterator[str]:
-    """Format: little-endian u64 length, then JSON of that length (safetensors)."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    for name in header:
-        if name != "__metadata__" and not name.endswith(OBSOLETE_SUFFIX):
-            yield name

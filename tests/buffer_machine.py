@@ -29,6 +29,7 @@ from common.types import (
     BatchOutcome,
     DropReason,
     Failure,
+    GroupId,
     Lease,
     SampleState,
     Trajectory,
@@ -72,6 +73,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.leases: dict[int, Lease] = {}  # all that were ever issued
         self.version_at_issue: dict[int, int] = {}
         self.held: dict[str, list[Lease]] = {actor: [] for actor in ACTORS}
+        self.num_deaths = dict.fromkeys(ACTORS, 0)
         self.ghosts: list[Lease] = []  # given up, lost with their actor, or void: may still be delivered
         self.sent: list[Trajectory] = []
         self.usable: set[int] = set()  # samples of which a usable trajectory was accepted
@@ -130,7 +132,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(actor=actors, slots=st.integers(0, 6))
     def poll(self, actor: str, slots: int) -> None:
         before = self.buffer.ledger().issued
-        leases = self.buffer.lease(actor, slots)
+        leases = self.buffer.lease(self.actor_id(actor), slots)
         assert len(leases) <= slots
         status = self.buffer.snapshot()
         if status.counts.issued > before:
@@ -194,13 +196,19 @@ class BufferMachine(RuleBasedStateMachine):
         self.ghosts += self.held[actor]
         self.held[actor] = []
         if noticed:
-            self.buffer.lose_actor(actor)
+            self.buffer.lose_actor(self.actor_id(actor))
+            assert self.buffer.lease(self.actor_id(actor), 9) == []
+            self.num_deaths[actor] += 1
 
     @rule(actor=actors)
     def heartbeat(self, actor: str) -> None:
-        void = set(self.buffer.heartbeat(actor, [lease.lease_id for lease in self.held[actor]]))
+        void = set(self.buffer.heartbeat(self.actor_id(actor), [lease.lease_id for lease in self.held[actor]]))
         self.ghosts += [lease for lease in self.held[actor] if lease.lease_id in void]
         self.held[actor] = [lease for lease in self.held[actor] if lease.lease_id not in void]
+
+    def actor_id(self, actor: str) -> str:
+        """Of the incarnation that lives."""
+        return f"{actor}.{self.num_deaths[actor]}"
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 9.0, 16.0, 61.0]), heartbeats=st.booleans())
     def time_passes(self, seconds: float, heartbeats: bool) -> None:
@@ -283,12 +291,6 @@ class BufferMachine(RuleBasedStateMachine):
         self.brought_back |= len(self.finished) > checkpoint.num_finished
         del self.finished[checkpoint.num_finished :]
         self.checkpoints = [old for old in self.checkpoints if old.num_finished <= checkpoint.num_finished]
-        self.open = None
-
-    @precondition(lambda self: self.published == self.version)
-    @rule()
-    def learner_dies_before_it_finishes(self) -> None:
-        self.buffer.reset_learner()
         self.open = None
 
     # Buffer
@@ -433,7 +435,6 @@ class BufferMachine(RuleBasedStateMachine):
         for trajectory in batch.trajectories:
             units[trajectory.group_id].append(trajectory)
         assert batch.version == self.version
-        assert batch.fresh_units == len(units)
         assert [g for g in units for _ in units[g]] == [t.group_id for t in batch.trajectories]  # neighbours
         if batch.is_tail:
             assert len(units) < limits.units_per_batch
@@ -447,7 +448,8 @@ class BufferMachine(RuleBasedStateMachine):
         elif status.prompts_left == 0 and nothing_outstanding:
             assert status.counts.ready
         for unit_id, members in units.items():
-            self.check_unit(members, batch.version, converted=unit_id in batch.converted)
+            unit = self.buffer._assembly.pool.units[GroupId(unit_id)]
+            self.check_unit(members, batch.version, converted=unit.converted)
         ages = [min((self.version_at_issue[t.lease_id], t.lease_id) for t in members) for members in units.values()]
         assert ages == sorted(ages)
 

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.archive import SCHEMA, TrajectoryArchive, part_files, read_part
+from buffer.archive import SCHEMA, TrajectoryArchive, highest_ids, part_files, read_part
 from common.columns import from_table
-from tests.trajectories import assert_same, make_trajectory
+from tests.trajectories import assert_same, make_rollout, make_trajectory
 
 
 class Clock:
@@ -164,3 +164,14 @@ def test_damaged_part_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert sample_ids(tmp_path) == [[2]]
     assert "part-000000.parquet" in caplog.text
+
+
+def test_highest_ids_are_those_of_all_parts(tmp_path: Path) -> None:
+    assert set(highest_ids(tmp_path).values()) == {-1}
+    archive = TrajectoryArchive(tmp_path)
+    for number in (3, 9, 4):
+        trajectory = make_rollout([1], [2], number, sample_id=number, reward=1.0)
+        archive.add(trajectory, outcome="trained", batch_id=number // 2, version=0)
+        archive.flush()
+    assert highest_ids(tmp_path)["sample_id"] == 9
+    assert highest_ids(tmp_path)["batch_id"] == 4

@@ -15,6 +15,7 @@ from buffer.archive import part_files
 from buffer.service import ReplayBufferService
 from common import columns, wire
 from common.config_load import load_config
+from common.errors import DataError
 from common.types import BatchId, BatchOutcome, DropReason, Failure, SampleId, WeightVersion
 from common.weights import Canary, WeightManifest
 from tests.buffer_kit import rollout
@@ -34,6 +35,12 @@ def make_service(tmp_path: Path, *words: str) -> ReplayBufferService:
     return ReplayBufferService(load_config(None, (*small, *words), recipes={"sao": {}}), tmp_path)
 
 
+async def start_service(tmp_path: Path, *words: str) -> ReplayBufferService:
+    service = make_service(tmp_path, *words)
+    assert await service.start() > 0
+    return service
+
+
 def manifest(version: int) -> WeightManifest:
     canary = Canary(token_ids=(1, 2), logprobs=(-1.0,))
     return WeightManifest(version=version, path="", size_bytes=0, digest="", tensors=(), canary=canary)
@@ -45,7 +52,7 @@ def within_limit(work: Coroutine[Any, Any, T]) -> T:
 
 def test_nothing_is_leased_before_the_learner_has_published(tmp_path: Path) -> None:
     async def story() -> None:
-        service = make_service(tmp_path)
+        service = await start_service(tmp_path)
         assert (await service.poll("a", 2, 0, wait_s=0)).leases == ()
         waiting = asyncio.ensure_future(service.poll("a", 2, 0, wait_s=LIMIT_S))
         await asyncio.sleep(0)
@@ -57,7 +64,7 @@ def test_nothing_is_leased_before_the_learner_has_published(tmp_path: Path) -> N
 
 def test_a_waiting_learner_is_woken_by_the_delivery_that_completes_its_batch(tmp_path: Path) -> None:
     async def story() -> None:
-        service = make_service(tmp_path)
+        service = await start_service(tmp_path)
         await service.announce(manifest(0))
         first, second = (await service.poll("a", 2, 0, wait_s=0)).leases
         waiting = asyncio.ensure_future(service.take_batch(wait_s=LIMIT_S))
@@ -77,7 +84,7 @@ def test_a_waiting_learner_is_woken_by_the_delivery_that_completes_its_batch(tmp
 
 def test_an_actor_at_the_shut_gate_is_woken_by_finish_and_hears_of_the_new_weights(tmp_path: Path) -> None:
     async def story() -> None:
-        service = make_service(tmp_path)
+        service = await start_service(tmp_path)
         await service.announce(manifest(0))
         for lease in (await service.poll("a", 2, 0, wait_s=0)).leases:
             await service.complete(wire.encode(rollout(lease)))
@@ -98,7 +105,7 @@ def test_an_actor_at_the_shut_gate_is_woken_by_finish_and_hears_of_the_new_weigh
 
 def test_a_waiting_call_delays_no_other(tmp_path: Path) -> None:
     async def story() -> None:
-        service = make_service(tmp_path)
+        service = await start_service(tmp_path)
         polls = [asyncio.ensure_future(service.poll(f"actor-{i}", 1, 0, wait_s=LIMIT_S)) for i in range(100)]
         await asyncio.sleep(0)
         assert (await service.status()).counts.issued == 0
@@ -108,9 +115,73 @@ def test_a_waiting_call_delays_no_other(tmp_path: Path) -> None:
     within_limit(story())
 
 
+def test_what_is_wrong_with_the_data_is_said_by_start_not_by_the_constructor(tmp_path: Path) -> None:
+    async def story() -> None:
+        service = make_service(tmp_path, "data.source=no-such-file.jsonl")
+        with pytest.raises(DataError, match=r"no-such-file\.jsonl"):
+            await service.start()
+        await service.close()  # harmless
+
+    within_limit(story())
+
+
+def test_a_waiting_poll_of_a_dead_actor_takes_nothing_and_waits_no_longer(tmp_path: Path) -> None:
+    async def story() -> None:
+        service = await start_service(tmp_path)
+        await service.announce(manifest(0))
+        held = (await service.poll("actor-0", 2, 0, wait_s=0)).leases
+        waiting = asyncio.ensure_future(service.poll("actor-0", 2, 0, wait_s=LIMIT_S))
+        await asyncio.sleep(0)
+        assert await service.lose_actor("actor-0") == 2
+        answer = await waiting
+        assert (answer.leases, answer.closing) == ((), True)
+        again = (await service.poll("actor-0.1", 2, 0, wait_s=0)).leases
+        assert [lease.sample_id for lease in again] == [lease.sample_id for lease in held]
+        late = await asyncio.wait_for(service.poll("actor-0", 2, 0, wait_s=10 * LIMIT_S), LIMIT_S)
+        assert (late.leases, late.closing) == ((), True)
+        assert await service.heartbeat("actor-0", [held[0].lease_id]) == [held[0].lease_id]
+
+    within_limit(story())
+
+
+def test_finished_batches_wait_on_disk_and_nothing_of_them_is_left_after_the_run(tmp_path: Path) -> None:
+    async def story() -> None:
+        service = await start_service(tmp_path, "staleness.bound=2")
+        await service.announce(manifest(0))
+        for lease in (await service.poll("a", 2, 0, wait_s=0)).leases:
+            await service.complete(wire.encode(rollout(lease)))
+        answer = await service.take_batch(wait_s=0)
+        assert answer is not None
+        await service.announce(manifest(1))
+        await service.finish(BatchId(0), BatchOutcome.COMMITTED, WeightVersion(1))
+        assert len(list((tmp_path / "finished").iterdir())) == 1
+        assert await service.restore(None, WeightVersion(0)) == 2
+        assert await service.take_batch(wait_s=0) == ({**answer[0], "batch_id": 1, "version": 2}, answer[1])
+        await service.close()
+        assert not (tmp_path / "finished").exists()
+
+    within_limit(story())
+
+
+def test_status_says_in_one_answer_whether_the_data_ended_and_whether_that_is_a_failure(tmp_path: Path) -> None:
+    async def story() -> None:
+        service = await start_service(tmp_path, "data.num_rows=2", "data.epochs=1")
+        await service.announce(manifest(0))
+        first, second = (await service.poll("a", 2, 0, wait_s=0)).leases
+        await service.complete(wire.encode(rollout(first, reward=None)))
+        status = await service.status()
+        assert (status.fatal, status.end_of_data) == (None, False)
+        await service.complete(wire.encode(rollout(second, reward=None)))
+        status = await service.status()
+        assert status.end_of_data
+        assert "without one usable trajectory of 2" in (status.fatal or "")
+
+    within_limit(story())
+
+
 def test_no_lease_after_stop_issuing_but_weights_go_out(tmp_path: Path) -> None:
     async def story() -> None:
-        service = make_service(tmp_path)
+        service = await start_service(tmp_path)
         await service.announce(manifest(3))
         await service.stop_issuing()
         poll = await service.poll("a", 2, 0, wait_s=0)
@@ -123,7 +194,7 @@ def test_no_lease_after_stop_issuing_but_weights_go_out(tmp_path: Path) -> None:
 
 def test_what_ended_is_in_the_archive_when_the_service_closes(tmp_path: Path) -> None:
     async def story() -> None:
-        service = make_service(tmp_path)
+        service = await start_service(tmp_path)
         await service.announce(manifest(0))
         first, second = (await service.poll("a", 2, 0, wait_s=0)).leases
         await service.complete(wire.encode(rollout(first, reward=None)))

@@ -184,6 +184,32 @@ def test_a_damaged_checkpoint_is_replaced_when_training_gets_there_again(tmp_pat
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+def test_checkpoints_of_a_future_that_was_given_up_are_removed_and_the_one_just_saved_stays(
+    tmp_path: Path, folder: Path
+) -> None:
+    """F-26: update 100 is damaged and has its marker, so that training went on from an older one."""
+    learner, store = make_learner(folder), CheckpointStore(tmp_path, keep=1)
+    learner.completed_updates = 100
+    truncate(save(store, learner, batch=100) / "state.json")
+    (tmp_path / "update-best").mkdir()  # somebody's own
+    for number in (81, 82):
+        learner.completed_updates = number
+        saved, oldest_batch = store.save(learner, last_finished_batch=BatchId(number), buffer_state={})
+        assert oldest_batch == number
+        assert store.newest() == saved
+        assert {path.name for path in tmp_path.iterdir()} == {f"update-{number:08d}", "update-best"}
+
+
+def test_a_replacement_that_broke_off_between_its_renames_is_undone(tmp_path: Path, folder: Path) -> None:
+    """Several checkpoints of the same count of updates follow each other while a value model warms up."""
+    learner, store = make_learner(folder), CheckpointStore(tmp_path, keep=1)
+    path = save(store, learner, batch=3)
+    path.rename(tmp_path / f".aside-{path.name}-replaced")
+    assert store.newest() == path
+    assert read_counters(save(store, learner, batch=4)).last_finished_batch == 4
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
 def test_what_an_interrupted_save_left_is_not_taken_for_a_checkpoint(tmp_path: Path, folder: Path) -> None:
     learner, store = make_learner(folder), CheckpointStore(tmp_path, keep=2)
     whole = save(store, learner)
@@ -218,13 +244,16 @@ def slowly(*arguments):
 
 state.save_file = slowly
 chance = random.Random(0)
+began = time.monotonic()
+store.save(learner, last_finished_batch=0, buffer_state={})
+whole = time.monotonic() - began  # of one save, on a machine that may be busy
 for _ in range(10):
     child = os.fork()
     if not child:
         while True:
             store.save(learner, last_finished_batch=learner.completed_updates, buffer_state={})
             learner.completed_updates += 1
-    time.sleep(0.15 + 0.3 * chance.random())
+    time.sleep(whole * (0.5 + 2 * chance.random()))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     learner.restore(store.newest())

@@ -167,6 +167,20 @@ def test_import_that_fails_shows_the_error_and_how_to_see_it_whole() -> None:
     assert "AutoModelForCausalLM" in finding.remedy
 
 
+@pytest.mark.parametrize("name", doctor.IMPORTS)
+def test_what_is_shown_to_be_run_again_is_what_was_run(name: str) -> None:
+    """`import transformers` by itself loads next to nothing."""
+    ran: list[str] = []
+
+    def fail(code: str) -> subprocess.CompletedProcess[str]:
+        ran.append(code)
+        return result(1, err="ImportError: x")
+
+    remedy = the(check_import(name, fail), "fail").remedy
+    assert ran == [doctor.IMPORTS[name]]
+    assert remedy.endswith(f"-c '{ran[0]}'")
+
+
 def test_import_that_hangs_or_dies_silently_fails() -> None:
     def hang(code: str) -> subprocess.CompletedProcess[str]:
         raise subprocess.TimeoutExpired(code, 1)

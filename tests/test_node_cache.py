@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from actors.node_cache import NodeCache
 from common.errors import ResourceError
+from common.publications import publication_files, publication_name
 from common.weights import Canary, WeightManifest
 
 
-def manifest(version: int, node_id: str = "far") -> WeightManifest:
+def manifest(version: int, node_id: str = "far", digest: str = "0123456789abcdef0123") -> WeightManifest:
     canary = Canary(token_ids=(1, 2), logprobs=(-1.0,))
     path = f"/elsewhere/run-v{version}.bin"
     return WeightManifest(
-        version=version, path=path, size_bytes=4, digest="", tensors=(), canary=canary, node_id=node_id
+        version=version, path=path, size_bytes=4, digest=digest, tensors=(), canary=canary, node_id=node_id
     )
 
 
@@ -58,7 +61,9 @@ def test_the_two_newest_stay_and_closing_removes_them(tmp_path: Path) -> None:
     cache = NodeCache(tmp_path, "here", Fetches())
     for version in (1, 2, 3):
         asyncio.run(cache.localise(manifest(version)))
-    assert sorted(path.name for path in tmp_path.glob("*.bin")) == ["here-run-v2.bin", "here-run-v3.bin"]
+    assert sorted(path.name for path in tmp_path.glob("*.bin")) == [
+        f"here-run-v{version}-0123456789abcdef.bin" for version in (2, 3)
+    ]
     cache.close()
     assert list(tmp_path.glob("*.bin")) == []
 
@@ -83,3 +88,45 @@ def test_a_publication_that_is_gone_is_left_to_the_engine_to_refuse(tmp_path: Pa
         raise FileNotFoundError(wanted.path)
 
     assert asyncio.run(NodeCache(tmp_path, "here", gone).localise(manifest(1))) == manifest(1)
+
+
+def test_other_contents_under_the_same_name_are_fetched(tmp_path: Path) -> None:
+    """A run that was ended and resumed may publish a version of the same file name again."""
+    fetches = Fetches()
+    first = asyncio.run(NodeCache(tmp_path, "here", fetches).localise(manifest(3, digest="a" * 64)))
+    second = asyncio.run(NodeCache(tmp_path, "here", fetches).localise(manifest(3, digest="b" * 64)))
+    assert fetches.versions == [3, 3]
+    assert first.path != second.path
+
+
+def test_writing_does_not_hold_up_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats go on beside it."""
+    writers = []
+    write = Path.write_bytes
+
+    def noting(path: Path, data: bytes) -> int:
+        writers.append(threading.current_thread())
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", noting)
+    asyncio.run(NodeCache(tmp_path, "here", Fetches()).localise(manifest(1)))
+    assert len(writers) == 1
+    assert writers[0] is not threading.main_thread()
+
+
+def test_a_write_that_broke_off_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ResourceError, match="No space left"):
+        asyncio.run(NodeCache(tmp_path, "here", Fetches()).localise(manifest(1)))
+    assert list(tmp_path.glob("*.bin*")) == []
+
+
+def test_fetched_files_are_among_those_that_the_end_of_the_run_removes(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    published = replace(manifest(1), path=f"/elsewhere/{publication_name(run_dir)}-v1.bin")
+    local = asyncio.run(NodeCache(tmp_path, "0123456789", Fetches()).localise(published))
+    assert publication_files(tmp_path, run_dir) == [Path(local.path)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.algorithm_config import sees_staleness
 from common.config import RunConfig
 from common.config_load import load_config, valid_keys, validate
 from common.errors import ConfigError, DataError, ModelError, ResourceError
@@ -135,7 +136,7 @@ def test_engine_and_publication_memory_follow_the_served_precision() -> None:
 
 def test_buffer_memory_is_the_admission_limit_of_longest_trajectories() -> None:
     config = resolved(buffer={"batch_size": 8}, staleness={"bound": 1}, rollout={"max_tokens": 100})
-    assert estimate(config, TINY).buffer == 16 * (100 * 13 + 2048)
+    assert estimate(config, TINY).buffer == 16 * (100 * 13 + 1024)
 
 
 def test_kv_cache_holds_keys_and_values_of_every_layer() -> None:
@@ -241,8 +242,35 @@ def test_changed_setting_without_effect_is_named(settings: dict[str, Any], key: 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_set_nothing_without_effect(recipe: str) -> None:
-    config = resolve_auto(load_config(None, [f"recipe={recipe}"], recipes=recipe_settings()), 0)
+    words = [f"recipe={recipe}"]
+    if not sees_staleness(load_config(None, words, recipes=recipe_settings()).algorithm):
+        words.append("staleness.bound=0")
+    config = resolve_auto(load_config(None, words, recipes=recipe_settings()), 0)
     assert settings_without_effect(config) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["recipe=grpo"], True),
+        (["recipe=grpo", "algorithm.trust_region=mask"], True),
+        (["recipe=grpo", "staleness.bound=0"], False),
+        (["recipe=grpo", "algorithm.reference=behaviour"], False),
+        (["recipe=grpo-dis"], False),
+        (["recipe=ppo"], True),
+        (["recipe=tis"], False),
+        (["recipe=m2po"], False),
+        (["recipe=a-star-po"], False),
+    ],
+)
+def test_stale_tokens_that_nothing_corrects_are_warned_of(words: list[str], warned: bool) -> None:
+    """F-14: the ratio to the recomputed policy is 1 by construction."""
+    lines = settings_without_effect(resolve_auto(load_config(None, words, recipes=recipe_settings()), 0))
+    assert len(lines) == warned
+    for line in lines:
+        assert "without any correction" in line
+        assert "4 versions stale" in line
+        assert "grpo-dis" in line
 
 
 def test_rules_name_real_settings() -> None:

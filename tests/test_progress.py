@@ -13,7 +13,7 @@ from buffer.records import Events, Totals
 from buffer.status import BufferStatus
 from common.config_load import validate
 from common.types import DropReason, LedgerCounts
-from deploy.progress import LINE_EVERY_S, SILENCE_S, Progress, sparkline, warnings
+from deploy.progress import LINE_EVERY_S, SILENCE_S, START_SILENCE_S, Progress, sparkline, warnings
 
 
 class Clock:
@@ -82,7 +82,9 @@ def make_status(**changes: Any) -> BufferStatus:
         "no_update_in_a_row": 0,
         "failed_prompts": (),
         "beyond_bound": {},
+        "oldest_lease_s": 0.0,
         "fatal": None,
+        "end_of_data": False,
     }
     return BufferStatus(**{**fields, **changes})
 
@@ -106,8 +108,9 @@ def test_log_line_of_a_batch_has_every_number() -> None:
     clock.now += LINE_EVERY_S
     progress.update(record(2, 22.0))
     assert lines(out) == [
-        "0 s  update 1/50  reward 0.500  staleness 1.2, at most 3  masked 2.5%",
-        "5 s  update 2/50  reward 0.500  32 trajectories/s  160 tokens/s  staleness 1.2, at most 3  masked 2.5%",
+        "0 s  update 1/50  reward 0.500  staleness 1.2 (sampled up to 3 versions ago)  masked 1.9%  too stale 0.6%",
+        "5 s  update 2/50  reward 0.500  32 trajectories/s  160 tokens/s  "
+        "staleness 1.2 (sampled up to 3 versions ago)  masked 1.9%  too stale 0.6%",
     ]
 
 
@@ -137,27 +140,30 @@ def test_log_shows_phases_events_and_evaluations_at_once() -> None:
     assert lines(out) == [
         "0 s  starting Ray",
         "1 min 05 s  actor-0 ready [pid 7]",
-        "1 min 05 s  held-out reward 0.750 at update 20 (128 prompts)",
-        "1 min 05 s  evaluation at update 40: no prompt could be scored",
+        "1 min 05 s  held-out reward 0.750 of update 20 (128 prompts)",
+        "1 min 05 s  evaluation of update 40: no prompt could be scored",
     ]
 
 
 def test_silence_is_broken_by_what_is_going_on() -> None:
     progress, clock, out = make()
     progress.phase("starting the learner")
-    clock.now += SILENCE_S - 1
+    clock.now += START_SILENCE_S - 1
     progress.tick()
     assert len(lines(out)) == 1
     clock.now += 1
     progress.tick()
     progress.tick()
-    assert lines(out)[1:] == ["15 s  … starting the learner, 15 s so far"]
+    assert lines(out)[1:] == ["5 s  … starting the learner, 5 s so far"]
     progress.update(record(1, 20.0))
     progress.status(make_status(), ["actor-0"])
-    clock.now += SILENCE_S
+    clock.now += SILENCE_S - 1
+    progress.tick()
+    assert lines(out)[-1].startswith("5 s  update 1/50")
+    clock.now += 1
     progress.tick()
     assert lines(out)[-1] == (
-        "30 s  … training, 15 s so far; buffer: 61 generating · 12 waiting · 64 in training · 1,860 trained · "
+        "20 s  … training, 15 s so far; buffer: 61 generating · 12 waiting · 64 in training · 1,860 trained · "
         "3 dropped; actors: 1 of 2 running: actor-0"
     )
 
@@ -190,8 +196,8 @@ def test_screen_shows_the_whole_state() -> None:
         "10/50",
         "about 1 min 20 s left",
         "1.000  ▁▂▃▄▅▅▆▇██",
-        "0.250 → 0.875  at update 10",
-        "32 trajectories/s  160 tokens/s  staleness 1.2, at most 3  masked 2.5%",
+        "0.250 → 0.875  of update 10",
+        "32 trajectories/s  160 tokens/s  staleness 1.2 (sampled up to 3 versions ago)  masked 1.9%  too stale 0.6%",
         "61 generating · 12 waiting · 64 in training",
         "2 of 2 running: actor-0, actor-1",
         "1 prompt failed at every attempt, the latest: sort/3",
@@ -219,10 +225,43 @@ def test_events_stay_above_the_live_view_which_is_left_as_it_ended() -> None:
     assert "update 1/50" not in text  # the view shows it; lines are for logs
 
 
+def test_numbers_that_are_zero_are_left_out() -> None:
+    progress, _, out = make()
+    nothing = {"staleness/mean": 0.0, "staleness/max": 0, "policy/masked_tokens": 0, "policy/rejected_tokens": 0}
+    progress.update(record(1, 20.0, **nothing))
+    assert lines(out) == ["0 s  update 1/50  reward 0.500  staleness 0.0"]
+
+
+def test_screen_at_the_end_shows_what_was_reached_and_nothing_under_way() -> None:
+    progress, _, _ = make(terminal=True, max_updates=2)
+    with progress:
+        progress.update(record(1, 2.0))
+        progress.update(record(2, 4.0))
+        progress.status(make_status(failed_prompts=("sort/3",)), ["actor-0", "actor-1"])
+        progress.phase("writing the report")
+        assert " left" not in screen(progress)  # nothing is
+    text = screen(progress)
+    assert text.split()[:3] == ["0", "s", "done"]
+    assert "2/2" in text
+    assert "1 prompt failed at every attempt" in text
+    for gone in ("writing the report", " left", "running", "generating"):
+        assert gone not in text, gone
+
+
+def test_finished_bar_has_a_colour_on_a_terminal_of_sixteen() -> None:
+    progress, _, _ = make(terminal=True, max_updates=1)
+    progress.update(record(1, 2.0))
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True, color_system="standard")
+    console.print(progress.render())
+    assert "\x1b[32m━" in out.getvalue()
+
+
 def test_error_inside_leaves_the_terminal_usable() -> None:
     progress, _, out = make(terminal=True)
     with pytest.raises(ZeroDivisionError), progress:
         raise ZeroDivisionError
+    assert "failed" in screen(progress)
     assert out.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
 
 

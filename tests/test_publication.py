@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from actors.engine import engine_environment, make_engine
 from actors.publication import Checkpoint, check_contents, checked_file, read_checkpoint
-from common.errors import ConfigError, ModelError, ResourceError, WeightUpdateError
+from common.errors import ConfigError, ModelError, PublicationGoneError, ResourceError, WeightUpdateError
 from common.weights import Canary, WeightManifest
 from tests.engine_fixtures import settings_for, write_publication
 
@@ -189,7 +189,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightUpdateError, match="has 0 bytes of 60"):
         check_bytes(manifest, checkpoint)
     file.unlink()
-    with pytest.raises(WeightUpdateError, match=r"w\.bin cannot be read"):
+    with pytest.raises(PublicationGoneError, match=r"w\.bin is gone"):
         check_bytes(manifest, checkpoint)
 
 

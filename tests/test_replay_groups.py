@@ -96,7 +96,6 @@ def test_members_of_a_group_are_neighbours_and_groups_are_never_mixed() -> None:
     deliver(buffer, [*leases[::2], *leases[1::2]])
     batch = train_one(buffer)
     assert [trajectory.group_id for trajectory in batch.trajectories] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert batch.fresh_units == 2
     for group_id in (0, 1):
         members = [trajectory for trajectory in batch.trajectories if trajectory.group_id == group_id]
         assert len({trajectory.prompt_id for trajectory in members}) == 1
@@ -195,7 +194,7 @@ def test_a_group_is_closed_at_m_of_g() -> None:
     assert dropped(buffer) == {"incomplete_group": 1}
     assert buffer.complete(rollout(leases[3])).reason == "late"
     batch = train_one(buffer)
-    assert (len(batch.trajectories), batch.converted) == (3, frozenset())
+    assert len(batch.trajectories) == 3
     assert buffer.snapshot().events.closed_groups == 1
 
 
@@ -211,7 +210,7 @@ def test_a_group_with_enough_members_is_closed_when_the_time_is_up() -> None:
     assert dropped(buffer) == {"incomplete_group": 1}
 
 
-def test_a_converted_group_is_still_one_unit_and_the_learner_is_told() -> None:
+def test_a_converted_group_is_still_one_unit() -> None:
     buffer = make_buffer(
         clock=(clock := FakeClock()), straggler="convert", close_at=2, **{**LATE, "batch_size": 8, "staleness_bound": 0}
     )
@@ -220,7 +219,7 @@ def test_a_converted_group_is_still_one_unit_and_the_learner_is_told() -> None:
     clock.now = 20.0
     batch = buffer.take_batch()
     assert batch is not None
-    assert (len(batch.trajectories), batch.fresh_units, batch.converted) == (6, 2, frozenset({0}))
+    assert len(batch.trajectories) == 6
     assert buffer.snapshot().live_samples == 8
     assert buffer.snapshot().events.converted_groups == 1
     assert dropped(buffer) == {"incomplete_group": 2}
@@ -232,7 +231,9 @@ def test_a_group_that_is_whole_in_time_is_neither_closed_nor_converted() -> None
     clock.now = 100.0
     batch = buffer.take_batch()
     assert batch is not None
-    assert (len(batch.trajectories), batch.converted) == (4, frozenset())
+    assert len(batch.trajectories) == 4
+    events = buffer.snapshot().events
+    assert (events.closed_groups, events.converted_groups) == (0, 0)
 
 
 # F-17 as a whole: eight groups of four

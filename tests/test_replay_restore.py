@@ -42,7 +42,7 @@ def test_a_learner_that_dies_before_finish_leaves_its_samples_ready() -> None:
     deliver(buffer, lease_all(buffer))
     batch = buffer.take_batch()
     ready = buffer.ledger().ready
-    buffer.reset_learner()
+    assert buffer.restore(None, WeightVersion(0)) == 0
     assert (buffer.ledger().in_training, buffer.ledger().ready) == (0, ready + 2)
     again = buffer.take_batch()
     assert again is not None
@@ -51,7 +51,7 @@ def test_a_learner_that_dies_before_finish_leaves_its_samples_ready() -> None:
     assert again.batch_id == batch.batch_id + 1
     with pytest.raises(WireError, match="unknown or void"):
         buffer.finish(batch.batch_id, BatchOutcome.COMMITTED, WeightVersion(1))  # the dead learner's last words
-    assert buffer.snapshot().events.returned_by_reset == 2
+    assert buffer.snapshot().events.returned_by_restore == 2
 
 
 def test_samples_of_batches_after_the_checkpoint_are_ready_again_and_counted() -> None:
@@ -103,7 +103,6 @@ def test_the_published_label_never_goes_back(announced: int, checkpoint: int, la
     assert buffer.restore(BatchId(checkpoint - 1), WeightVersion(checkpoint)) == label
     status = buffer.snapshot()
     assert (status.version, status.highest_version) == (label, label)
-    buffer.reset_learner()
     deliver(buffer, lease_all(buffer))
     assert train_one(buffer).version == label
     assert lease_all(buffer)[0].min_weight_version == label + 1

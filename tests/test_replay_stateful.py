@@ -53,7 +53,6 @@ def random_walk(machine: BufferMachine, draw: random.Random, num_steps: int) -> 
         (1, lambda: machine.publish_ahead() if machine.open else None),
         (1, lambda: machine.save_checkpoint() if not machine.open else None),
         (0.7, lambda: machine.learner_is_restored(draw.random() < 0.5)),
-        (0.5, lambda: machine.learner_dies_before_it_finishes() if machine.published == machine.version else None),
         (0.7, machine.buffer_is_killed_and_started_again),
         (0.7, machine.a_batch_can_still_form),
     ]

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from common.config import RunConfig
 from common.config_load import validate
 from common.errors import ResourceError
 from deploy.history import tell
 from deploy.report import RunSummary, Totals, summarise, write_report
-from deploy.report_figure import rates, smooth, time_unit
+from deploy.report_figure import make_figure, rates, smooth, time_unit
 from deploy.run_dir import RunDir, new_run_dir
 
 
@@ -163,7 +164,8 @@ def test_summary_names_reward_report_and_replaced_services(tmp_path: Path) -> No
     summary = summarise(run_dir.path, End(), run_dir.path / "report.html", stopped_by=None)  # type: ignore[arg-type]
     assert summary.exit_status == 0
     text = str(summary)
-    assert "all updates done: 2 updates in 2 min 05 s, 8 trajectories, 40 sampled tokens" in text
+    assert "all updates done: 2 updates, 8 trajectories, 40 sampled tokens" in text
+    assert "training took    2 min 05 s, from the start of the services" in text
     assert re.search(r"training reward +0\.500 → 0\.750", text)
     assert re.search(r"held-out reward +0\.250\n", text)
     assert "services replaced after a failure: 1" in text
@@ -196,6 +198,23 @@ def test_rate_is_amount_over_the_time_since_and_leaves_out_the_first_batch() -> 
     times, per_second = rates(records, "n", window=2)
     assert times == [102.0, 104.0, 114.0]
     assert per_second == [5.0, 10.0, 50 / 12]
+
+
+def test_no_curve_over_time_is_drawn_across_a_pause() -> None:
+    first = [evaluation(0, 12.0, 0.1), *(update(n, 10.0 * n, 0.1) for n in (1, 2, 3)), evaluation(3, 31.0, 0.3)]
+    second = [update(4, 22.0, 0.4), update(5, 28.0, 0.5), evaluation(5, 29.0, 0.5)]  # 31 s have passed before
+    panels = {axes.get_title(): axes for axes in make_figure(tell(first + second), None).axes if axes.get_title()}
+    for title in ("Reward over time", "Throughput of training"):
+        lines = [line.get_xdata() for line in panels[title].lines]
+        assert [53.0, 59.0] in [list(map(float, line)) for line in lines] or [59.0] in [list(line) for line in lines]
+        assert not any(min(line) <= 31.0 and max(line) >= 53.0 for line in lines if len(line)), title
+    assert any(list(line.get_xdata()) == [1.0, 2.0, 3.0, 4.0, 5.0] for line in panels["Reward"].lines)
+
+
+def test_bound_is_below_the_legend_and_says_what_it_does() -> None:
+    (axes,) = [a for a in make_figure(tell([update(1, 1.0, 0.1)]), RunConfig()).axes if "Staleness" in a.get_title()]
+    assert axes.get_ylim()[1] >= 1.4 * RunConfig().staleness.bound
+    assert "bound 4: older ones have no gradient" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 def test_time_axis_is_in_a_unit_that_fits() -> None:

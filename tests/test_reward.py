@@ -43,6 +43,11 @@ USER_MODULE = """
             os._exit(3)
         if response == "polite exit":
             sys.exit(0)
+        if response == "wait":
+            while not os.path.exists(row["note"]):
+                time.sleep(0.01)
+        if response == "slow":
+            time.sleep(0.05)
         if response == "parent":
             child = subprocess.Popen(["sleep", "600"])
             with open(row["note"], "w") as file:
@@ -198,6 +203,37 @@ def test_a_cancelled_call_leaves_a_usable_pool(import_dir: str) -> None:
         assert await pool.score(make_prompt(), "fine", 0) == Score(reward=1.0)
 
     with_pool("my_rewards_module:behave", import_dir, use)
+
+
+@pytest.mark.parametrize("number", [0, 3], ids=["the one at work", "one behind it"])
+def test_a_cancelled_call_costs_those_sent_with_it_nothing(import_dir: str, number: int) -> None:
+    async def use(pool: RewardPool) -> None:
+        await pool.score(make_prompt(), "fine", 0)  # such short calls are sent together
+        responses = ["loop", "fine", "fine", "fine", "fine"]
+        tasks = [asyncio.ensure_future(pool.score(make_prompt(), r, i)) for i, r in enumerate(responses)]
+        await asyncio.sleep(0.1)
+        tasks[number].cancel()
+        scores = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(scores.pop(number), asyncio.CancelledError)
+        assert scores[-3:] == [Score(reward=1.0)] * 3
+        assert pool.replaced == 1
+
+    with_pool("my_rewards_module:behave", import_dir, use, time_limit_s=2.0)
+
+
+def test_a_long_call_keeps_nothing_from_other_processes(import_dir: str, tmp_path: Path) -> None:
+    prompt = make_prompt(row={"note": str(tmp_path / "go on")})
+
+    async def use(pool: RewardPool) -> None:
+        await asyncio.gather(*(pool.score(prompt, "slow", 0) for _ in range(2)))
+        waits = asyncio.ensure_future(pool.score(prompt, "wait", 0))
+        others = await asyncio.gather(*(pool.score(prompt, "fine", 0) for _ in range(5)))
+        assert others == [Score(reward=1.0)] * 5
+        assert not waits.done()
+        (tmp_path / "go on").touch()
+        assert await waits == Score(reward=1.0)
+
+    with_pool("my_rewards_module:behave", import_dir, use, processes=2)
 
 
 def test_output_of_a_scoring_function_does_not_disturb_the_messages(import_dir: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from actors.engine import GenerationRequest
 from actors.evaluation import EvaluationResult
 from actors.weight_loader import MAX_REFUSALS
-from common.errors import CanaryError, EngineDeadError, RunFailedError, WeightUpdateError
+from common.errors import CanaryError, EngineDeadError, PublicationGoneError, RunFailedError, WeightUpdateError
 from common.types import DropReason, FinishReason
 from tests.actor_kit import A, B, InstantRewards, make_worker, run, running, until
 from tests.fakes import EOS, Scripted, ScriptedEngine, ScriptedLink, make_lease, make_manifest, make_prompt
@@ -135,6 +135,45 @@ def test_publications_that_are_always_refused_end_the_actor(monkeypatch: pytest.
         assert len(engine.load_errors) == 100 - MAX_REFUSALS
         assert engine.requests == []
         assert [failure.uses_attempt for failure in link.failures.values()] == [False]
+
+    run(scenario())
+
+
+def test_publications_that_are_gone_do_not_end_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner is being replaced: the old version goes on serving until there is news."""
+    monkeypatch.setattr("actors.rollout.WEIGHT_PAUSE_S", 0.001)
+    monkeypatch.setattr("actors.rollout.POLL_WAIT_S", 0.01)
+
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        engine.load_errors = [PublicationGoneError("run-v1.bin is gone")] * (2 * MAX_REFUSALS)
+        link = ScriptedLink([make_lease(0), make_lease(1, min_version=1)], manifest=make_manifest(1))
+        worker = make_worker(engine, link)
+        async with running(worker) as task:
+            await until(lambda: len(engine.load_errors) < MAX_REFUSALS)
+            assert [trajectory.newest_version for trajectory in link.delivered] == [0]
+            await until(lambda: not engine.load_errors)
+            await task
+        # the same publication is asked for again and again, and in the end it is there
+        assert engine.loaded == [1]
+        assert sorted(trajectory.newest_version for trajectory in link.delivered) == [0, 1]
+        assert worker.status().weight_refusals == 2 * MAX_REFUSALS
+        assert link.failures == {}
+
+    run(scenario())
+
+
+def test_a_newer_publication_is_loaded_at_once_after_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.rollout.WEIGHT_PAUSE_S", 1000.0)  # longer than the test may take
+
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        engine.load_errors = [PublicationGoneError("run-v1.bin is gone")]
+        link = ScriptedLink([], manifest=make_manifest(1), close_when_done=False)
+        async with running(make_worker(engine, link)):
+            await until(lambda: not engine.load_errors)
+            link.announce(2)
+            await until(lambda: engine.weight_version == 2)
 
     run(scenario())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from common.publications import publication_files
+from common.types import DropReason
 from learner.tiny_model import TinySettings, prepare_tiny_model
 from tests.run_kit import SMALL, Run, records, trained_rows
 
@@ -39,7 +41,7 @@ def test_a_run_trains_evaluates_archives_and_goes_on_when_resumed(model_folder: 
     assert status == 0, output
     assert [record["update"] for record in updates(run_dir)] == [1, 2, 3, 4]
     assert [record["version"] for record in updates(run_dir)] == [1, 2, 3, 4]
-    assert [record["outcome"] for record in records(run_dir, "update")][0] == "value_warmup"
+    assert records(run_dir, "update")[0]["outcome"] == "value_warmup"
     evaluations = records(run_dir, "evaluation")
     assert [(e["update"], e["version_oldest"], e["version_newest"]) for e in evaluations] == [(0, 0, 0), (4, 4, 4)]
     assert [e["eval/count"] for e in evaluations] == [16, 16]
@@ -72,6 +74,7 @@ def test_killed_actor_and_killed_learner_are_replaced_and_nothing_is_trained_twi
         "max_updates=60",
         "checkpoint.every_updates=5",
         "evaluation.num_prompts=0",
+        "groups.max_uninformative_batches=0",  # a model that knows nothing gets equal rewards
     )
     run = train(model_folder, run_dir, *words)
     run.wait_for(lambda: len(updates(run_dir)) >= 8)
@@ -119,6 +122,7 @@ def test_sigterm_saves_ends_every_process_and_can_be_resumed(model_folder: Path,
     run = train(model_folder, run_dir, "recipe=sao-head", "value.warmup_batches=0", "max_updates=500")
     run.wait_for(lambda: len(updates(run_dir)) >= 3)
     assert len(run.note_children()) > 5
+    assert publication_files(Path("/dev/shm"), run_dir)
     run.process.send_signal(signal.SIGTERM)
     status, output = run.finish(60)
     assert status == 128 + signal.SIGTERM, output
@@ -126,10 +130,12 @@ def test_sigterm_saves_ends_every_process_and_can_be_resumed(model_folder: Path,
     done = updates(run_dir)[-1]["update"]
     assert (run_dir / "checkpoints" / f"update-{done:08d}").is_dir()
     assert f"slipstream resume {run_dir}" in output
-    assert not [path for path in Path("/dev/shm").glob("*run-v*") if str(os.getpid()) in path.name]
+    assert publication_files(Path("/dev/shm"), run_dir) == []
 
 
-def test_killed_driver_leaves_no_process(model_folder: Path, tmp_path: Path) -> None:
+def test_killed_driver_leaves_no_process_and_the_run_goes_on_without_using_a_label_or_an_id_twice(
+    model_folder: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     run = train(model_folder, run_dir, "recipe=sao-head", "value.warmup_batches=0", "max_updates=500")
     run.wait_for(lambda: len(updates(run_dir)) >= 1)
@@ -139,6 +145,16 @@ def test_killed_driver_leaves_no_process(model_folder: Path, tmp_path: Path) -> 
     agents = "Agent"  # Ray's own: they try for a minute to report that their node is gone, before they end too
     assert [left for left in run.survivors() if agents not in left] == []
 
+    before, archived = updates(run_dir), {row["sample_id"] for row in trained_rows(run_dir)}
+    assert not list((run_dir / "checkpoints").glob("update-*"))
+    status, output = Run("resume", str(run_dir), "max_updates=2").finish()
+    assert status == 0, output
+    after = updates(run_dir)[len(before) :]
+    assert [record["update"] for record in after] == [1, 2]
+    assert after[0]["version"] > before[-1]["version"] + 1  # the starting weights have a label of their own, too
+    samples = [row["sample_id"] for row in trained_rows(run_dir)]
+    assert len(set(samples)) == len(samples) >= len(archived) + 2 * 16
+
 
 def test_no_update_ever_ends_the_run_and_says_why(model_folder: Path, tmp_path: Path) -> None:
     """Every token is outside a band of width 0: nothing can be learned."""
@@ -146,7 +162,7 @@ def test_no_update_ever_ends_the_run_and_says_why(model_folder: Path, tmp_path: 
     words = ("recipe=grpo-dis", "groups.size=4", "algorithm.eps_low=0", "algorithm.eps_high=0")
     status, output = train(model_folder, run_dir, *words, "buffer.max_no_update_in_a_row=2").finish()
     assert status == 1, output
-    assert "2 batches in a row brought no update" in output.strip().splitlines()[-1]
+    assert re.search(r"error: \d batches in a row brought no update", output.strip().splitlines()[-1])
     assert updates(run_dir) == []
 
 
@@ -162,5 +178,5 @@ def kill(run: Run, service: str) -> None:
 def assert_balanced(record: dict[str, Any]) -> None:
     """The ledger's equation."""
     states = ("queued", "leased", "assembling", "ready", "in_training", "trained")
-    dropped = sum(value for name, value in record.items() if name.startswith("buffer/dropped_"))
+    dropped = sum(record.get(f"buffer/dropped_{reason.value}", 0) for reason in DropReason)
     assert record["buffer/issued"] == sum(record[f"buffer/{state}"] for state in states) + dropped

@@ -10,7 +10,7 @@ import pytest
 
 from buffer import staleness
 from buffer.replay import ReplayBuffer
-from common.types import BatchId, Lease, WeightVersion
+from common.types import BatchId, BatchOutcome, DropReason, Failure, Lease, WeightVersion
 from tests.buffer_kit import (
     FakeClock,
     commit,
@@ -238,15 +238,30 @@ def test_what_is_stale_is_dropped_even_if_no_batch_forms() -> None:
     assert len(buffer.lease("actor-0", 9)) == 1
 
 
-def test_bound_zero_leases_nothing_while_a_batch_is_in_training() -> None:
-    """A retry least of all: what it samples would be stale by the time the batch is finished."""
-    buffer = make_buffer(batch_size=2, staleness_bound=0)
-    deliver(buffer, lease_all(buffer))
+@pytest.mark.parametrize("mode", ["mask", "drop", "wait"])
+def test_bound_zero_leases_nothing_while_a_batch_is_in_training(mode: str) -> None:
+    """Retries neither: what they sample would be stale by the time the batch is finished.
+
+    A restore brings one sample more than the limit back, so that one waits for a lease while another is trained.
+    """
+    buffer = make_buffer(batch_size=1, staleness_bound=0, on_exceeded=mode)
+    back = buffer.lease("actor-0", 1)[0]
+    deliver(buffer, back)
     batch = buffer.take_batch()
-    assert buffer.lease("actor-0", 5) == []
+    assert batch is not None
+    buffer.finish(batch.batch_id, BatchOutcome.VALUE_WARMUP, WeightVersion(0))
+    lost = buffer.lease("actor-0", 1)[0]
+    buffer.fail(lost.lease_id, Failure(reason=DropReason.FAILED, message="boom"))
+    assert buffer.restore(None, WeightVersion(0)) == 0
+    batch = buffer.take_batch()
+    assert sample_ids(batch) == [back.sample_id]
+    assert (buffer.ledger().queued, buffer.lease("actor-0", 1)) == (1, [])
     commit(buffer, batch)
-    leases = buffer.lease("actor-0", 5)
-    assert [lease.min_weight_version for lease in leases] == [1, 1]
+    again = buffer.lease("actor-0", 1)[0]
+    assert (again.sample_id, again.min_weight_version) == (lost.sample_id, 1)
+    deliver(buffer, again)
+    assert sample_ids(train_one(buffer)) == [lost.sample_id]
+    assert dropped(buffer) == {}
 
 
 @pytest.mark.parametrize("mode", ["mask", "drop", "wait"])
