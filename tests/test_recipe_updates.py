@@ -31,8 +31,9 @@ from tests.learner_kit import (
 from tests.slow_update import SlowLearner
 
 VERSION = 6
-# Rows that differ from another one by a number alone.
-CLOSE = {"sao-one-value-update", "sao-full-value", "sao-turn-last", "vc-ppo", "clip-higher", "dr-grpo", "gspo-token"}
+# Rows all of whose components other rows have too.
+CLOSE = {"sao-one-value-update", "sao-full-value", "sao-turn-last", "sao-clip", "vc-ppo", "clip-higher", "dr-grpo"}
+CLOSE |= {"gspo-token", "decoupled-ppo", "reinforce++-baseline"}
 every_recipe = pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=pytest.mark.slow) if name in CLOSE else name for name in RECIPES]
 )
