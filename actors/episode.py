@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -88,13 +88,22 @@ class EpisodePlayer:
         self._max_turns = environment_config.max_turns
         self._caller = make_caller(environment, environment_config.step_time_limit_s)
 
-    async def play(self, prompt: Prompt, *, name: str, temperature: float, seed: int) -> Rollout:
+    async def play(
+        self,
+        prompt: Prompt,
+        *,
+        name: str,
+        temperature: float,
+        seed: int,
+        on_generated: Callable[[], None] | None = None,
+    ) -> Rollout:
         """One episode. Its reward is the sum of the environment's rewards and the score of the last turn's text.
 
         Args:
             name: of the sample, for messages.
             temperature: 0: greedy, for evaluation.
             seed: decides the sampling of every turn, and is handed to the environment.
+            on_generated: called when the engine is needed no more.
 
         Raises:
             OverLongPromptError: nothing was generated.
@@ -115,6 +124,8 @@ class EpisodePlayer:
             await self._take_turns(prompt, episode, progress, temperature, seed)
         except StepTimeoutError as error:
             progress.error = f"sample {name}: {error}"
+        if on_generated is not None:
+            on_generated()
         reward = None if progress.error else await self._reward(prompt, progress)
         token_ids, loss_mask, rollout_logprobs, weight_versions = progress.stream.arrays()
         return Rollout(

@@ -32,11 +32,7 @@ class PromptFormatter:
         self._tokenizer = tokenizer
         self._system_prompt = data.system_prompt
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        if data.chat == "always" and not self._has_template:
-            raise ConfigError(
-                'data.chat = "always" needs a chat template, and the model has none: set data.chat = "never", '
-                "or put a chat_template.jinja into the model's folder"
-            )
+        require_template(data, self._has_template)
         self._wrap_text = data.chat == "always" or (data.chat == "auto" and self._has_template)
         bos = tokenizer.bos_token_id
         self._bos = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
@@ -132,6 +128,18 @@ class PromptFormatter:
         except ValueError:  # a template that wants other roles shows that with the prompts
             return set()
         return set(ids[:1]) & set(self._tokenizer.all_special_ids)
+
+
+def require_template(data: DataConfig, has_template: bool) -> None:
+    """
+    Raises:
+        ConfigError: chat is asked for and the model has no chat template.
+    """
+    if data.chat == "always" and not has_template:
+        raise ConfigError(
+            'data.chat = "always" needs a chat template, and the model has none: set data.chat = "never", '
+            "or put a chat_template.jinja into the model's folder"
+        )
 
 
 def load_formatter(model_folder: Path, data: DataConfig) -> PromptFormatter:

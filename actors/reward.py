@@ -65,6 +65,7 @@ class RewardPool:
         self._waiting: deque[_Call] = deque()
         self._arrival = asyncio.Event()
         self._work: list[asyncio.Task[None]] = []
+        self._closed = False
         self.replaced = 0
         """Processes that were killed, or died, in the middle of a call."""
 
@@ -79,8 +80,12 @@ class RewardPool:
         Raises:
             ConfigError: the scoring function cannot be imported.
             ResourceError: a process does not start.
+            CancelledError: the pool was closed meanwhile.
         """
         results = await asyncio.gather(*(process.start() for process in self._processes), return_exceptions=True)
+        if self._closed:
+            await asyncio.gather(*(process.close() for process in self._processes))  # one may have come up since
+            raise asyncio.CancelledError
         for problem in filter(None, results):
             await self.close()
             raise problem
@@ -116,6 +121,10 @@ class RewardPool:
             calls = [self._waiting.popleft() for _ in range(min(share, process.num_at_once))]
             try:
                 unharmed = await process.run([call for call in calls if not call.answer.done()])
+            except asyncio.CancelledError:  # the pool is being closed
+                for call in calls:
+                    call.answer.cancel()
+                raise
             except Exception as error:  # there is no process any more; the waiting must not wait for ever
                 for call in calls:
                     call.end(error)
@@ -127,6 +136,7 @@ class RewardPool:
 
     async def close(self) -> None:
         """End every process and whatever it has started in its group."""
+        self._closed = True
         for task in self._work:
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
@@ -293,13 +303,14 @@ class _ScoringProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
+        process = self._process  # kept here: `close` may end it, and forget it, while this waits
+        assert process is not None
+        assert process.stdout is not None
         try:
-            header = await self._process.stdout.readexactly(LENGTH.size)
-            data = await self._process.stdout.readexactly(*LENGTH.unpack(header))
+            header = await process.stdout.readexactly(LENGTH.size)
+            data = await process.stdout.readexactly(*LENGTH.unpack(header))
         except (asyncio.IncompleteReadError, ConnectionError):
-            status = await self._process.wait()
+            status = await process.wait()
             raise _ProcessEndedError(f"the scoring process ended with status {status}") from None
         message: dict[str, Any] = msgpack.unpackb(data)
         return message

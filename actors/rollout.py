@@ -103,6 +103,7 @@ class RolloutWorker:
             environment_config=environment_config,
         )
         self._leases: dict[LeaseId, asyncio.Task[None]] = {}
+        self._generated: set[LeaseId] = set()  # held leases that only wait for score and delivery
         self._freed = asyncio.Event()
         self._broken: list[LeaseId] = []  # ended by an error that ends the actor
         self._failed: asyncio.Future[None] | None = None  # the first such error
@@ -219,11 +220,18 @@ class RolloutWorker:
         closing = False
         while not closing:
             self._freed.clear()
-            free = self._rollout.slots - len(self._leases)
-            if free > 0:
+            if (free := self._free_slots()) > 0:
                 closing = self._take(await self._poll(free))
             else:
                 await self._freed.wait()
+
+    def _free_slots(self) -> int:
+        """A trajectory that is being scored or delivered takes none, so that the engine does not wait for that.
+
+        Unless as many of those wait as there are slots: then scoring is behind, and more would only grow old there.
+        """
+        slots, held = self._rollout.slots, len(self._leases)
+        return min(slots - (held - len(self._generated)), 2 * slots - held)
 
     async def _ask_for_news(self) -> None:
         """A long poll of its own, so that weights are heard of while every slot is taken."""
@@ -246,12 +254,17 @@ class RolloutWorker:
 
     def _release(self, lease_id: LeaseId, task: asyncio.Task[None]) -> None:
         del self._leases[lease_id]
+        self._generated.discard(lease_id)
         self._freed.set()
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._broken.append(lease_id)
             if self._failed is not None and not self._failed.done():
                 self._failed.set_exception(error)
+
+    def _vacate(self, lease_id: LeaseId) -> None:
+        self._generated.add(lease_id)
+        self._freed.set()
 
     async def _beat(self) -> None:
         while True:
@@ -269,7 +282,11 @@ class RolloutWorker:
         await self._loader.at_least(lease.min_weight_version)
         try:
             rollout = await self._player.play(
-                lease.prompt, name=str(lease.sample_id), temperature=self._rollout.temperature, seed=lease.seed
+                lease.prompt,
+                name=str(lease.sample_id),
+                temperature=self._rollout.temperature,
+                seed=lease.seed,
+                on_generated=functools.partial(self._vacate, lease.lease_id),
             )
             trajectory = self._trajectory(lease, rollout)
         except FATAL:

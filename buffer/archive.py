@@ -19,10 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from common import columns
-from common.types import Trajectory
+from common.types import DropReason, Trajectory
 
 log = logging.getLogger(__name__)
 
+OUTCOMES = ("trained", *(f"dropped_{reason}" for reason in DropReason))  # evaluations are not archived
 OUTCOME = [("outcome", pa.string()), ("batch_id", pa.int64()), ("trained_version", pa.int32())]
 SCHEMA = pa.schema([*columns.SCHEMA, *OUTCOME])
 PART = "part-{:06d}.parquet"
@@ -55,7 +56,7 @@ class TrajectoryArchive:
         """Keep a trajectory that has come to its end.
 
         Args:
-            outcome: `trained`, `dropped_stale` or another `dropped_…`, or `evaluation`.
+            outcome: one of `OUTCOMES`.
             batch_id: the batch it was trained in; -1 for none.
             version: the learner's weight version when it was trained on, before the update, or when it was dropped.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ class RayActorLink:
     def __init__(self, service: Any, localise: Callable[[WeightManifest], Awaitable[WeightManifest]]) -> None:
         self._service = service
         self._localise = localise
+        self._deliveries: list[tuple[bytes, asyncio.Future[Receipt]]] = []
+        self._delivering: asyncio.Task[None] | None = None
 
     async def poll(self, actor_id: str, num_slots: int, loaded_version: int, wait_s: float) -> Poll:
         poll: Poll = await self._call("poll", actor_id, num_slots, loaded_version, wait_s)
@@ -48,7 +51,32 @@ class RayActorLink:
         return await self._call("heartbeat", actor_id, list(lease_ids))  # type: ignore[no-any-return]
 
     async def complete(self, trajectory: Trajectory) -> Receipt:
-        return await self._call("complete", wire.encode(trajectory))  # type: ignore[no-any-return]
+        """Deliveries that come up while a call is under way share the next: a call costs far more than what it carries.
+
+        Raises:
+            WireError: see `ReplayBuffer.complete`.
+        """
+        receipt: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        self._deliveries.append((wire.encode(trajectory), receipt))
+        if self._delivering is None or self._delivering.done():
+            self._delivering = asyncio.ensure_future(self._deliver())
+        return await receipt
+
+    async def _deliver(self) -> None:
+        while self._deliveries:
+            sent, self._deliveries = self._deliveries, []
+            answers: Sequence[Receipt | Exception]
+            try:
+                answers = await self._call("complete_all", [message for message, _ in sent])
+            except Exception as error:  # everybody's
+                answers = [error] * len(sent)
+            for (_, receipt), answer in zip(sent, answers, strict=True):
+                if receipt.done():  # nobody waits for it any more
+                    continue
+                if isinstance(answer, Exception):
+                    receipt.set_exception(answer)
+                else:
+                    receipt.set_result(answer)
 
     async def fail(self, lease_id: LeaseId, failure: Failure) -> Receipt:
         return await self._call("fail", lease_id, failure)  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from buffer.replay import BufferStatus, ReplayBuffer
 from buffer.spill import SpillingStore
 from common import columns, wire
 from common.config import RunConfig
+from common.errors import WireError
 from common.logs import log_to_file
 from common.types import BatchId, BatchOutcome, Failure, Lease, LeaseId, Receipt, WeightVersion
 from common.weights import WeightManifest
@@ -84,6 +85,16 @@ class ReplayBufferService:
         receipt = self._buffer.complete(wire.decode(message))
         self._notify()
         return receipt
+
+    async def complete_all(self, messages: Sequence[bytes]) -> list[Receipt | WireError]:
+        """Several deliveries, each for itself: what is wrong with one comes back in its place."""
+        answers: list[Receipt | WireError] = []
+        for message in messages:
+            try:
+                answers.append(await self.complete(message))
+            except WireError as error:
+                answers.append(error)
+        return answers
 
     async def fail(self, lease_id: LeaseId, failure: Failure) -> Receipt:
         receipt = self._buffer.fail(lease_id, failure)

@@ -32,17 +32,26 @@ HELD_OUT_SEED = 2**30  # of generators, so that every run of a task is evaluated
 class RowSource(Sequence[Prompt]):
     """Rows of a data set in a fixed order, with epoch 0."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, read: int, skipped: int = 0) -> None:
+    def __init__(self, prompts: Sequence[Prompt], *, read: int, skipped: int = 0, repeats: int = 0) -> None:
         self._prompts = tuple(prompts)
         self.read = read
         """Rows that were found."""
         self.skipped = skipped
         """Malformed ones among them, left out because of `data.on_bad_row = "skip"`."""
+        self.repeats = repeats
+        """Rows in neither split, because they have the same prompt as one that is held out."""
 
     @property
     def kept(self) -> int:
         """Rows that are prompts, those of the other split included."""
         return self.read - self.skipped
+
+    @property
+    def left_out(self) -> str:
+        """What happened to the rows that are in neither split, to be appended to a line; empty if there are none."""
+        repeats = f"{self.repeats:,} left out because their prompts are held out already" if self.repeats else ""
+        skipped = f"{self.skipped:,} skipped as malformed" if self.skipped else ""
+        return "".join(f", {part}" for part in (repeats, skipped) if part)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -86,7 +95,7 @@ def load_rows(
         if own:
             rows = _part(rows, hold_out(rows, len(rows), at_most=1.0)[1])
         elif evaluation.num_prompts and not evaluation.source:
-            rows = _part(rows, _split(rows, evaluation.num_prompts, split, data.source))
+            rows = _split(rows, evaluation.num_prompts, split, data.source)
     if split == "held_out":
         rows = _part(rows, rows[: evaluation.num_prompts])
     if not len(rows) and (split == "train" or own):
@@ -95,10 +104,10 @@ def load_rows(
 
 
 def _part(rows: RowSource, prompts: Sequence[Prompt]) -> RowSource:
-    return RowSource(prompts, read=rows.read, skipped=rows.skipped)
+    return RowSource(prompts, read=rows.read, skipped=rows.skipped, repeats=rows.repeats)
 
 
-def _split(rows: RowSource, num_prompts: int, split: Split, source: str) -> Sequence[Prompt]:
+def _split(rows: RowSource, num_prompts: int, split: Split, source: str) -> RowSource:
     train, held_out = hold_out(rows, num_prompts, at_most=HELD_OUT_AT_MOST)
     if len(held_out) < num_prompts and split == "held_out":
         log.warning(
@@ -108,7 +117,9 @@ def _split(rows: RowSource, num_prompts: int, split: Split, source: str) -> Sequ
             len(held_out),
             len(rows),
         )
-    return train if split == "train" else held_out
+    repeats = len(rows) - len(train) - len(held_out)
+    chosen = train if split == "train" else held_out
+    return RowSource(chosen, read=rows.read, skipped=rows.skipped, repeats=repeats)
 
 
 def _task(name: str, data: DataConfig, split: Split) -> RowSource:

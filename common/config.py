@@ -91,7 +91,7 @@ class RolloutConfig(Table):
     """Rollout actors, each with an engine of its own."""
 
     slots: int = Field(32, ge=1)
-    """Trajectories in flight in one actor."""
+    """Trajectories that one actor generates at once; as many more may wait for their scores."""
 
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the learner divides its logits by the same. Above 0: greedy tokens cannot be trained on."""

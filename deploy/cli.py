@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deploy.run_dir import RunDir
 
 INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 70, 130, 141  # exit statuses beside those of common/errors.py
+HELP_WIDTH = 120
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 # What may change when a run is resumed: how long and where it runs, not what it learns.
@@ -76,7 +77,7 @@ ROLLOUTS = """\
 examples:
   slipstream rollouts RUN_DIR                         the last five trajectories that came to an end
   slipstream rollouts RUN_DIR --worst --last 20       those with the least reward
-  slipstream rollouts RUN_DIR --outcome dropped       also: trained, evaluation, dropped_stale, dropped_unscorable, …
+  slipstream rollouts RUN_DIR --outcome dropped       also: trained, dropped_stale, dropped_unscorable, …
   slipstream rollouts RUN_DIR --json --last 1000 | jq .response
 
 Reads the archive of a run, while it goes on too (the newest trajectories follow within some seconds). What the model
@@ -284,7 +285,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="slipstream",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version)
@@ -297,7 +298,7 @@ def make_parser() -> argparse.ArgumentParser:
             help=help,
             description=help[0].upper() + help[1:] + ".",
             epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
         sub.set_defaults(command=command, name=name)
@@ -353,6 +354,13 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Usage and options as wide as the texts around them, whatever the terminal."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=HELP_WIDTH)
 
 
 class _Version(argparse.Action):

@@ -20,7 +20,8 @@ from common.config import RunConfig
 from common.errors import ModelError
 from common.weights import ITEM_BYTES
 from learner.model_cache import default_cache_dir
-from learner.models import SMOLLM2, TINY_SORT, resolve_model
+from learner.models import SMOLLM2, TINY_SORT, has_chat_template, resolve_model
+from learner.smollm2 import check_smollm2
 
 FLOAT = 4  # bytes of the learner's weights, gradients and moments
 KEPT_PUBLICATIONS = 3  # the newest two, and the one that is being written
@@ -45,6 +46,7 @@ class ModelFacts:
     vocab_size: int
     kv_width: int  # numbers that one layer keeps of a token, keys and values together
     note: str = ""  # how the model is made, where it is not simply read
+    has_chat_template: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -129,13 +131,14 @@ def model_facts(path: str, cache_dir: Path | None = None) -> ModelFacts:
     """Sizes from a model's config and the headers of its weights, or those that a built-in model will have.
 
     Raises:
-        ModelError: `path` is neither a model folder nor a model that can be made.
+        ModelError: `path` is neither a model folder nor a model that can be made here.
     """
     cache = cache_dir or default_cache_dir()
     if path == TINY_SORT:
-        note = f"made once for each seed, in about half a minute, and kept in {cache}"
+        note = f"made once for each seed, in one or two minutes, and kept in {cache}"
         return _decoder(path, note, layers=2, hidden=128, mlp=256, kv=64, vocab=258, biases=True)
     if path == SMOLLM2:
+        check_smollm2(cache)
         note = f"converted once from its Python package, in about half a minute, and kept in {cache}"
         return _decoder(path, note, layers=30, hidden=576, mlp=1536, kv=192, vocab=49152)
     return _from_folder(resolve_model(path, seed=0, cache_dir=cache, report=lambda _: None), path)
@@ -204,6 +207,7 @@ def _from_folder(folder: Path, name: str) -> ModelFacts:
             hidden_size=settings["hidden_size"],
             vocab_size=checkpoint.vocab_size,
             kv_width=2 * head_size * (settings.get("num_key_value_heads") or heads),
+            has_chat_template=has_chat_template(str(folder)),
         )
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ModelError(f"model folder {folder}: config.json lacks what a plan needs: {error!r}") from None
@@ -232,4 +236,5 @@ def _decoder(
         vocab_size=vocab,
         kv_width=2 * kv,
         note=note,
+        has_chat_template=has_chat_template(name),
     )

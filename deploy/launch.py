@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from actors.formatting import require_template
 from buffer.archive import highest_ids
 from buffer.sources import load_rows
 from common.config import RunConfig
@@ -18,6 +19,7 @@ from common.errors import SlipstreamError
 from common.logs import driver_log
 from common.publications import publication_files
 from common.types import Prompt
+from deploy.format import plural
 from deploy.placement import resolve_auto
 from deploy.progress import Progress
 from deploy.report import RunSummary, summarise, write_report
@@ -26,7 +28,7 @@ from deploy.services import Services, count_gpus, ray_session
 from deploy.supervise import RunEnd, Supervisor
 from deploy.unused import settings_without_effect
 from learner.model_cache import default_cache_dir
-from learner.models import resolve_model
+from learner.models import has_chat_template, resolve_model
 from learner.steps import read_highest_version
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ def train(config: RunConfig, run_dir: RunDir) -> RunSummary:
 
 
 def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopRequest) -> RunEnd:
+    require_template(config.data, has_chat_template(config.model.path))
     progress.phase("preparing the model")
     model_folder = resolve_model(
         config.model.path, seed=config.seed, cache_dir=default_cache_dir(), report=progress.event
@@ -92,9 +95,10 @@ def _run(config: RunConfig, run_dir: RunDir, progress: Progress, stop: StopReque
     _keep_tokenizer(model_folder, run_dir.path)
     held_out: Sequence[Prompt] = ()
     if config.evaluation.num_prompts:
-        held_out = load_rows(
+        held_out = rows = load_rows(
             config.data, seed=config.seed, split="held_out", evaluation=config.evaluation, import_dir=config.import_dir
         )
+        progress.event(f"{plural(len(rows), 'prompt')} held out of the training{rows.left_out}")
     progress.phase("starting Ray")
     with ray_session(config):
         stop.install()

@@ -10,6 +10,7 @@ from functools import partial
 from math import ceil
 
 from actors.environment import make_environment
+from actors.formatting import require_template
 from actors.scoring import load_scorer
 from buffer.build import replay_settings
 from buffer.sources import load_rows
@@ -72,12 +73,13 @@ def make_plan(config: RunConfig, machine: Machine | None = None, model: ModelFac
     """The plan of a run.
 
     Raises:
-        SlipstreamError: the run could not start: no such model, data that cannot be read, a reward that cannot be
-            imported, more GPUs asked for than there are.
+        SlipstreamError: the run could not start: no such model, no chat template in it, data that cannot be read, a
+            reward that cannot be imported, more GPUs asked for than there are.
     """
     machine = machine or Machine.look(config)
     config = resolve_auto(config, machine.num_gpus)
     model = model or model_facts(config.model.path)
+    require_template(config.data, model.has_chat_template)
     memory = estimate(config, model)
     sections: list[tuple[str, Lines]] = [
         ("Run", _run(config, model)),
@@ -160,7 +162,7 @@ def _algorithm(config: RunConfig) -> Lines:
 def _data(config: RunConfig) -> Lines:
     load = partial(load_rows, config.data, seed=config.seed, evaluation=config.evaluation, import_dir=config.import_dir)
     train, held_out = load(split="train"), load(split="held_out")
-    skipped = f", {plural(train.skipped, 'row')} skipped" if train.skipped else ""
+    skipped = (f", {len(held_out):,} held out" if train.repeats else "") + train.left_out
     yield "source", f"{config.data.source}: {plural(len(train), 'prompt')} to train on{skipped}"
     batches = ceil(config.max_updates / updates_per_batch(config.algorithm))
     prompts = batches * config.buffer.batch_size // config.groups.size

@@ -141,7 +141,7 @@ def _left_out(axes: Axes, history: History) -> None:
     axes.set_xlabel("completed updates")
     for name, color, label in (
         ("policy/masked_tokens", PURPLE, "masked: ratio outside the trust region"),
-        ("policy/rejected_tokens", RED, "rejected: staler than the bound"),
+        ("policy/rejected_tokens", RED, "too stale: beyond the bound"),
     ):
         shares = [
             {"update": record["update"], "share": record[name] / record["policy/tokens"]}

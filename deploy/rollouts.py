@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from buffer.archive import part_files, read_part
+from buffer.archive import OUTCOMES, part_files, read_part
 from common.columns import from_table
-from common.errors import DataError
+from common.config_load import nearest
+from common.errors import ConfigError, DataError
 from common.types import Trajectory
 from deploy.run_dir import RunDir
 
@@ -31,13 +32,23 @@ STYLES: dict[Role, str] = {"prompt": "dim", "sampled": "bold green", "observatio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """Which trajectories to show."""
+    """Which trajectories to show.
+
+    Raises:
+        ConfigError: there is no such outcome.
+    """
 
     count: int = 5
     order: Order = "newest"  # worst and best are by reward and leave out the unscorable
     version: int | None = None  # with a token sampled under this weight version
-    outcome: str | None = None  # exactly, or everything that begins with it and an underscore: `dropped`
+    outcome: str | None = None  # one of `OUTCOMES`, or `dropped` for all of those
     prompt: str | None = None  # prompt id
+
+    def __post_init__(self) -> None:
+        valid = [OUTCOMES[0], "dropped", *OUTCOMES[1:]]
+        if self.outcome is not None and self.outcome not in valid:
+            hint = nearest(self.outcome, valid)
+            raise ConfigError(f"--outcome {self.outcome}: there is no such outcome{hint}; there are {', '.join(valid)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,22 @@ def resolve_model(path: str, *, seed: int, cache_dir: Path, report: Callable[[st
     return _checked_folder(path)
 
 
+def has_chat_template(path: str) -> bool:
+    """Whether the model at `model.path` has one, by its files; true if that cannot be told: no such folder."""
+    if path in (TINY_SORT, SMOLLM2):
+        return path == SMOLLM2
+    folder = Path(path).expanduser()
+    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if not folder.is_dir() or any((folder / name).exists() for name in names):
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError):  # loading the tokenizer will say more
+        return True
+
+
 def _checked_folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():

@@ -33,6 +33,15 @@ def prepare_smollm2(cache_dir: Path, report: Callable[[str], None]) -> Path:
     return cached_folder(cache_dir, FOLDER_NAME, lambda folder: _convert(find_gguf(), folder, report))
 
 
+def check_smollm2(cache_dir: Path) -> None:
+    """
+    Raises:
+        ModelError: the model is not in the cache and cannot be made, see `find_gguf`.
+    """
+    if not (cache_dir / FOLDER_NAME).is_dir():
+        find_gguf()
+
+
 def find_gguf() -> Path:
     """The model file of the installed package.
 
@@ -54,12 +63,21 @@ def find_gguf() -> Path:
 
 def _convert(gguf: Path, folder: Path, report: Callable[[str], None]) -> None:
     import torch  # here: a cached model is found without the seconds that these imports take
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaConfig,
+        LlamaForCausalLM,
+        modeling_gguf_pytorch_utils,
+    )
+
+    from learner.quiet import no_progress_bars
 
     report(f"converting {gguf.name} once: reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     report(f"converting {gguf.name} once: reading the weights (half a minute)")
-    source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with no_progress_bars(modeling_gguf_pytorch_utils):
+        source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # The loaded model counts as quantised and refuses to be saved: move its weights into one that never was.
     settings = source.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
@@ -68,5 +86,6 @@ def _convert(gguf: Path, folder: Path, report: Callable[[str], None]) -> None:
     model.load_state_dict(source.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     report(f"converting {gguf.name} once: saving")
-    model.save_pretrained(folder)
+    with no_progress_bars():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

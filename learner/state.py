@@ -27,6 +27,7 @@ from torch import Tensor
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.types import BatchId
+from learner.quiet import no_progress_bars
 from learner.trunk import Compute, load_model
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def write_state(
 ) -> None:
     """Write everything into the existing, empty `folder`."""
     policy = folder / POLICY_FOLDER
-    learner.policy.model.save_pretrained(policy)
+    with no_progress_bars():
+        learner.policy.model.save_pretrained(policy)
     for file in learner.policy.folder.iterdir():  # tokenizer, chat template, licence
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and not (policy / file.name).exists():
             shutil.copyfile(file, policy / file.name)

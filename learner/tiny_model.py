@@ -1,4 +1,4 @@
-"""`builtin:tiny-sort`: the quick start's model, made on this machine in half a minute and kept."""
+"""`builtin:tiny-sort`: the quick start's model, made on this machine in one or two minutes and kept."""
 
 from __future__ import annotations
 
@@ -48,10 +48,14 @@ def prepare_tiny_model(
     settings = settings or TinySettings()
 
     def build(folder: Path) -> None:
+        report("making the tiny model, once: loading torch")
+        from learner.quiet import no_progress_bars
         from learner.warmup import character_tokenizer, warm_up  # imports torch and transformers, seconds
 
         tokenizer = character_tokenizer()
-        warm_up(settings, tokenizer, seed, report).save_pretrained(folder)
+        model = warm_up(settings, tokenizer, seed, report)
+        with no_progress_bars():
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     return cached_folder(cache_dir, f"tiny-sort-{_key(settings, seed)}", build)

@@ -8,6 +8,7 @@ task itself, only less well, learns far more slowly from so few rewards.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from buffer.tasks import sort_prompt, sort_strings
 from learner.tiny_model import TinySettings
 
 PAD, EOS = "<pad>", "<eos>"
-REPORT_EVERY_STEPS = 50
+REPORT_EVERY_S = 2.5
 
 
 def character_tokenizer() -> Any:
@@ -78,6 +79,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, settings))
     model.train()
+    reported = time.monotonic()
     for step in range(1, settings.steps + 1):
         loss = _loss(model, _demonstrations(settings, strings, tokenizer, rng))
         loss.backward()
@@ -85,7 +87,8 @@ def _train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % REPORT_EVERY_STEPS == 0 or step == settings.steps:
+        if step == settings.steps or time.monotonic() - reported >= REPORT_EVERY_S:
+            reported = time.monotonic()
             report(f"making the tiny model: step {step} of {settings.steps}, loss {loss.item():.3f}")
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow as pa
 import pyarrow.parquet as pq
+
+from buffer.archive import part_files
 
 ROOT = Path(__file__).parent.parent
 END_LIMIT_S = 240.0  # of a whole run, so that a hang fails the test
@@ -102,5 +103,5 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def trained_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Archived trajectories that were trained on."""
-    table = pa.concat_tables(pq.read_table(path) for path in sorted((run_dir / "trajectories").glob("*.parquet")))
-    return (row for row in table.to_pylist() if row["outcome"] == "trained")
+    for path in part_files(run_dir / "trajectories"):
+        yield from (row for row in pq.read_table(path).to_pylist() if row["outcome"] == "trained")

@@ -15,8 +15,8 @@ from buffer.archive import part_files
 from buffer.service import ReplayBufferService
 from common import columns, wire
 from common.config_load import load_config
-from common.errors import DataError
-from common.types import BatchId, BatchOutcome, DropReason, Failure, SampleId, WeightVersion
+from common.errors import DataError, WireError
+from common.types import BatchId, BatchOutcome, DropReason, Failure, Receipt, SampleId, WeightVersion
 from common.weights import Canary, WeightManifest
 from tests.buffer_kit import rollout
 
@@ -188,6 +188,20 @@ def test_no_lease_after_stop_issuing_but_weights_go_out(tmp_path: Path) -> None:
         assert poll.leases == ()
         assert poll.manifest is not None
         assert not poll.closing
+
+    within_limit(story())
+
+
+def test_of_several_deliveries_a_malformed_one_takes_no_other_with_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        service = await start_service(tmp_path)
+        await service.announce(manifest(0))
+        first, second = (await service.poll("a", 2, 0, wait_s=0)).leases
+        messages = [wire.encode(rollout(first)), b"garbage", wire.encode(rollout(second)), wire.encode(rollout(first))]
+        taken, malformed, also_taken, again = await service.complete_all(messages)
+        assert isinstance(malformed, WireError)
+        assert [isinstance(r, Receipt) and r.accepted for r in (taken, also_taken, again)] == [True, True, False]
+        assert (await service.status()).counts.ready == 2
 
     within_limit(story())
 

@@ -101,6 +101,17 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: slipstream {command}" in capsys.readouterr().out
 
 
+def test_help_is_as_wide_as_its_texts_on_any_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "[KEY=VALUE ...]" in lines[0]
+    assert max(map(len, lines)) <= 120
+
+
 def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])
@@ -269,6 +280,7 @@ def test_interrupt_is_no_traceback(launches: Launches, capsys: pytest.CaptureFix
         (["resume", "absent"], 2, "absent does not exist"),
         (["report", "."], 2, "has no config.toml: it is not a run directory"),
         (["rollouts", "absent"], 2, "absent does not exist"),
+        (["rollouts", "run", "--outcome", "evaluation"], 2, "there are trained, dropped, dropped_stale"),
     ],
 )
 def test_error_of_the_user_is_one_line(

@@ -45,6 +45,18 @@ def test_the_pages_are_found_and_have_something_to_check() -> None:
     assert len(PAGES) >= 4
 
 
+def test_the_readme_says_how_the_command_is_found_before_it_is_used() -> None:
+    lines = [line for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines()]
+    first = next(number for number, line in enumerate(lines) if line.startswith("slipstream "))
+    assert any(line.startswith("source .venv/bin/activate") for line in lines[:first])
+
+
+def test_the_readme_lists_every_exit_status() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for status in (0, 1, 2, cli.INTERNAL_ERROR):
+        assert f"| {status} | " in text
+
+
 @pages
 def test_settings_named_on_a_page_exist(page: Path) -> None:
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))

@@ -19,7 +19,9 @@ from deploy.estimates import Machine, ModelFacts, count_gpus, estimate, kv_token
 from deploy.placement import resolve_auto
 from deploy.plan import make_plan, total_memory, warnings
 from deploy.unused import RULES, settings_without_effect
+from learner.models import TINY_SORT
 from learner.recipes import RECIPES, recipe_settings
+from learner.smollm2 import FOLDER_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -100,8 +102,35 @@ def test_model_folder_is_read_without_its_values(tmp_path: Path) -> None:
 
 def test_models_that_are_made_have_the_sizes_they_will_have(tmp_path: Path) -> None:
     assert model_facts("builtin:tiny-sort", tmp_path).num_parameters == 329_088
+    (tmp_path / FOLDER_NAME).mkdir()
     assert model_facts("package:smollm2", tmp_path).num_parameters == 134_515_008
     assert "made once" in model_facts("builtin:tiny-sort", tmp_path).note
+
+
+def test_model_whose_package_is_missing_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="run `make smollm2`"):
+        model_facts("package:smollm2", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "has"),
+    [
+        (None, "", False),
+        ("chat_template.jinja", "{{ messages }}", True),
+        ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}', True),
+        ("tokenizer_config.json", '{"chat_template": null}', False),
+    ],
+)
+def test_chat_template_of_a_folder_is_found_by_its_files(
+    tmp_path: Path, name: str | None, content: str, has: bool
+) -> None:
+    folder = save_model(tmp_path / "model")
+    if name:
+        (folder / name).write_text(content)
+    assert model_facts(str(folder)).has_chat_template == has
 
 
 def test_model_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -326,6 +355,7 @@ def test_plan_on_gpus_places_services_on_them() -> None:
         ({"reward": {"function": "nowhere:score"}}, ConfigError, "reward.function = 'nowhere:score'"),
         ({"environment": {"name": "nowhere:World"}}, ConfigError, "environment.name = 'nowhere:World'"),
         ({"model": {"path": "absent"}}, ModelError, "model.path = 'absent'"),
+        ({"data": {"chat": "always"}}, ConfigError, 'data.chat = "always" needs a chat template'),
         ({"engine": {"device": "cuda"}}, ResourceError, "need 2 GPUs, and there are 0"),
     ],
 )
@@ -333,6 +363,23 @@ def test_what_a_run_would_fail_on_fails_the_plan(settings: dict[str, Any], error
     with pytest.raises(error) as caught:
         make_plan(validate(settings), machine())
     assert says in str(caught.value)
+
+
+def test_plan_says_what_became_of_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "p{i % 50}"}}\n' for i in range(150)) + "{}\n")
+    data = {"source": str(path), "on_bad_row": "skip"}
+    text = make_plan(
+        validate({"data": data, "evaluation": {"num_prompts": 7}, "model": {"path": TINY_SORT}}), machine()
+    )
+    left_out = "14 left out because their prompts are held out already, 1 skipped as malformed"
+    assert f"129 prompts to train on, 7 held out, {left_out}\n" in text
+
+
+def test_configs_that_come_along_set_nothing_without_effect() -> None:
+    for path in (ROOT / "deploy/configs").glob("*.toml"):
+        config = resolve_auto(load_config(path, recipes=recipe_settings()), 0)
+        assert settings_without_effect(config) == [], path
 
 
 def test_planning_loads_nothing_heavy() -> None:

@@ -221,6 +221,34 @@ def test_a_cancelled_call_costs_those_sent_with_it_nothing(import_dir: str, numb
     with_pool("my_rewards_module:behave", import_dir, use, time_limit_s=2.0)
 
 
+def test_closing_a_pool_that_is_starting_cancels_the_start(import_dir: str) -> None:
+    async def scenario() -> None:
+        pool = RewardPool("my_rewards_module:behave", import_dir, processes=2, time_limit_s=30.0)
+        starting = asyncio.ensure_future(pool.start())
+        while len(pool.pids) < 2:
+            await asyncio.sleep(0.001)
+        pids = pool.pids
+        await pool.close()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert starting.cancelled()
+        assert not any(alive(pid) for pid in pids)
+
+    asyncio.run(scenario())
+
+
+def test_closing_a_pool_cancels_its_calls(import_dir: str) -> None:
+    async def scenario() -> None:
+        pool = RewardPool("my_rewards_module:behave", import_dir, processes=1, time_limit_s=30.0)
+        await pool.start()
+        calls = [asyncio.ensure_future(pool.score(make_prompt(), "loop", number)) for number in range(3)]
+        await asyncio.sleep(0.1)
+        await pool.close()
+        await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+        assert all(call.cancelled() for call in calls)
+
+    asyncio.run(scenario())
+
+
 def test_a_long_call_keeps_nothing_from_other_processes(import_dir: str, tmp_path: Path) -> None:
     prompt = make_prompt(row={"note": str(tmp_path / "go on")})
 

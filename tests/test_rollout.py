@@ -11,7 +11,7 @@ import pytest
 
 from actors.engine import GenerationRequest
 from actors.environment import Episode, Step, StuckEnvironmentError
-from actors.reward import RewardPool
+from actors.reward import RewardPool, Score
 from common.errors import ConfigError, EngineDeadError
 from common.types import DropReason, FinishReason, LeaseId, Prompt, Trajectory
 from tests.actor_kit import TOKENIZER, A, B, InstantRewards, make_worker, run, running, until
@@ -495,6 +495,31 @@ def test_no_more_leases_are_asked_for_than_there_are_free_slots() -> None:
         await worker.run()
         watcher.cancel()
         assert most == 3
+        assert len(link.delivered) == 10
+
+    run(scenario())
+
+
+def test_trajectories_that_wait_for_scores_keep_no_slot_until_there_are_as_many_as_slots() -> None:
+    class HeldRewards(InstantRewards):
+        def __init__(self) -> None:
+            super().__init__(lambda prompt, response: 1.0)
+            self.go_on = asyncio.Event()
+
+        async def score(self, prompt: Prompt, response: str, sample_id: int | str) -> Score:
+            await self.go_on.wait()
+            return await super().score(prompt, response, sample_id)
+
+    async def scenario() -> None:
+        engine, rewards = ScriptedEngine(), HeldRewards()
+        link = ScriptedLink([make_lease(n) for n in range(10)])
+        worker = make_worker(engine, link, rewards=rewards, slots=2)
+        async with running(worker) as task:
+            await until(lambda: len(engine.requests) == 4)
+            await asyncio.sleep(0.05)
+            assert worker.status().in_flight == len(engine.requests) == 4
+            rewards.go_on.set()
+            await task
         assert len(link.delivered) == 10
 
     run(scenario())

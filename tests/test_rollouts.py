@@ -76,7 +76,6 @@ def found(run_dir: RunDir, **query: Any) -> list[int]:
         ({"outcome": "trained"}, [6, 4, 1, 0]),
         ({"outcome": "dropped"}, [3, 2]),
         ({"outcome": "dropped_stale"}, [3]),
-        ({"outcome": "drop"}, []),
         ({"version": 3}, [5, 3]),
         ({"version": 4}, [5, 4]),
         ({"prompt": "task/0"}, [6, 3, 0]),
@@ -90,6 +89,15 @@ def test_query_finds_in_order(tmp_path: Path, query: dict[str, Any], sample_ids:
 def test_what_became_of_a_trajectory_is_found_with_it(tmp_path: Path) -> None:
     first = find(make_run(tmp_path, rows=ROWS).trajectories, Query(outcome="dropped_stale"))[0]
     assert (first.outcome, first.batch_id, first.trained_version, first.staleness) == ("dropped_stale", 3, 9, 6)
+
+
+@pytest.mark.parametrize("outcome", ["evaluation", "drop", "trained_", ""])
+def test_unknown_outcome_is_refused_with_the_ones_there_are(outcome: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Query(outcome=outcome)
+    assert "there are trained, dropped, dropped_stale, dropped_incomplete_group, dropped_unscorable" in str(
+        caught.value
+    )
 
 
 def test_outcomes_are_counted(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_skip_mode_counts_and_keeps_the_good_rows_unchanged(tmp_path: Path, capl
     with caplog.at_level(logging.WARNING):
         rows = load(path, on_bad_row="skip")
     assert (rows.read, rows.kept, rows.skipped) == (8, 2, 6)
+    assert rows.left_out == ", 6 skipped as malformed"
     assert [row.prompt_id for row in rows] == ["odd.jsonl:1", "odd.jsonl:8"]
     assert rows[1].text == ODD_TEXT
     assert (rows[1].answer, rows[1].row) == ("🕛", {"level": 3})
@@ -211,6 +212,8 @@ def test_held_out_prompts_are_never_trained_on_even_when_rows_repeat(tmp_path: P
     train, held_out = load(path, num_prompts=7), load(path, num_prompts=7, split="held_out")
     assert len(held_out) == len({row.text for row in held_out}) == 7
     assert len(train) == 150 - 7 * 3
+    assert train.repeats == held_out.repeats == 7 * 2
+    assert train.left_out == ", 14 left out because their prompts are held out already"
     assert {row.text for row in train} | {row.text for row in held_out} == {f"p{i}" for i in range(50)}
     assert not {row.text for row in train} & {row.text for row in held_out}
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer.tasks import sort_digits
+from learner import warmup
 from learner.tiny_model import TinySettings, prepare_tiny_model
 
 QUICK = TinySettings(hidden_size=16, num_heads=2, num_kv_heads=1, mlp_size=16, steps=3, batch_size=4)
@@ -40,10 +41,23 @@ def test_other_settings_make_another_folder(quick_model: Path) -> None:
 def test_second_call_makes_nothing(tmp_path: Path) -> None:
     lines: list[str] = []
     prepare_tiny_model(0, tmp_path, lines.append, QUICK)
+    assert lines[0] == "making the tiny model, once: loading torch"
     assert lines[-1].startswith("making the tiny model: step 3 of 3, loss ")
     lines.clear()
     prepare_tiny_model(0, tmp_path, lines.append, QUICK)
     assert lines == []
+
+
+def test_making_it_draws_no_bars(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prepare_tiny_model(6, tmp_path, silent, QUICK)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_each_step_is_reported_when_steps_are_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "REPORT_EVERY_S", 0.0)
+    lines: list[str] = []
+    prepare_tiny_model(7, tmp_path, lines.append, QUICK)
+    assert [line.partition(",")[0][-11:] for line in lines[1:]] == ["step 1 of 3", "step 2 of 3", "step 3 of 3"]
 
 
 def test_making_it_leaves_torch_as_it_was(tmp_path: Path) -> None:
