@@ -1,22 +1,20 @@
 """All settings of a run, as frozen pydantic models: one class a TOML table.
 
 A value comes from, in rising order of precedence: the defaults here, the recipe's row, the TOML file, the command line
-(`common/config_load.py` merges them). Nothing here imports torch, ray or vllm.
+(`common/config_load.py` merges them). `[algorithm]` and
+`[value]` are in `common/algorithm_config.py`. Nothing here imports torch, ray or vllm.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from common.algorithm_config import AlgorithmConfig, ValueConfig, impossible_algorithms, is_unbounded
+from common.table import Table
 
 Device = Literal["auto", "cpu", "cuda"]
-
-
-class Table(BaseModel):
-    """Base of every table: frozen, an unknown key is an error, an infinite or NaN number is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelConfig(Table):
@@ -180,68 +178,6 @@ class BufferConfig(Table):
 
     max_no_update_in_a_row: int = Field(5, ge=1)
     """Batches without an update after which the run fails."""
-
-
-class AlgorithmConfig(Table):
-    """`[algorithm]`: one choice of each component; a recipe is a row of these. See docs/algorithms.md."""
-
-    advantage: Literal["gae", "group_mean", "group_mean_std", "leave_one_out"] = "gae"
-    """Learned value with GAE, or the group's mean reward as the baseline (divided by its deviation or not)."""
-
-    value: Literal["none", "own_model", "policy_head"] = "own_model"
-    """No value function, a model of its own, or a head on the policy's trunk that does not train the trunk."""
-
-    reference: Literal["behaviour", "proximal"] = "behaviour"
-    """Denominator of the ratio: log-probs recorded by the engine, or recomputed by the learner before the update."""
-
-    trust_region: Literal["none", "clip", "mask"] = "mask"
-    """No limit, PPO's clip, or DIS's double-sided mask."""
-
-    eps_low: float = Field(0.3, ge=0, le=1)
-    """Offset below 1 of the ratio's band: 0.3 allows ratios down to 0.7."""
-
-    eps_high: float = Field(5.0, ge=0)
-    """Offset above 1 of the ratio's band, not a ratio: 5.0 allows ratios up to 6.0."""
-
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """Mean over all sampled tokens of the batch, mean of the trajectories' means, or sum over a constant length."""
-
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of the GAE."""
-
-    policy_lambda: Literal["length_adaptive"] | Annotated[float, Field(ge=0, le=1)] = "length_adaptive"
-    """λ of the policy's advantages: a number, or 1 - 1/(lambda_alpha · sampled tokens of the trajectory)."""
-
-    lambda_alpha: float = Field(1.5, gt=0)
-    """Scale of the length-adaptive λ; the larger, the more an early token sees of the final reward."""
-
-    value_lambda: float = Field(1.0, ge=0, le=1)
-    """λ of the value model's targets; 1: the plain return."""
-
-    length_stop: Literal["terminal", "bootstrap"] = "terminal"
-    """A trajectory cut at the length limit ends there, or goes on with the value of the state it was cut in."""
-
-    whiten_advantages: bool = False
-    """Shift and scale the advantages of a batch to mean 0 and deviation 1."""
-
-
-class ValueConfig(Table):
-    """`[value]`: the value function of recipes that have one."""
-
-    learning_rate: float = Field(1e-3, gt=0)
-    """Step size of the value function's own optimizer."""
-
-    updates_per_batch: int = Field(2, ge=1)
-    """Value updates on a batch before its advantages are computed."""
-
-    warmup_batches: int = Field(0, ge=0)
-    """First batches that train only the value function."""
-
-    freeze_attention: bool = True
-    """Keep the attention of an own value model as in the starting model."""
 
 
 class LearnerConfig(Table):
@@ -416,21 +352,8 @@ def impossible_combinations(config: RunConfig) -> list[str]:
             f"buffer.batch_size = {config.buffer.batch_size} is not a multiple of groups.size = {groups.size}: "
             "a batch is made of whole groups"
         )
-    if algorithm.advantage == "gae" and algorithm.value == "none":
-        problems.append(
-            'algorithm.advantage = "gae" needs a value function: set algorithm.value to own_model or policy_head'
-        )
-    if algorithm.advantage != "gae" and groups.size < 2:
-        problems.append(
-            f'algorithm.advantage = "{algorithm.advantage}" compares members of a group, and groups.size = '
-            f"{groups.size}: set groups.size to 2 or more, or take a recipe with a value model"
-        )
-    if algorithm.advantage != "gae" and algorithm.value != "none":
-        problems.append(
-            f'algorithm.value = "{algorithm.value}" is not used by algorithm.advantage = "{algorithm.advantage}": '
-            'set algorithm.value = "none"'
-        )
-    if algorithm.trust_region == "none" and config.staleness.bound > 0:
+    problems += impossible_algorithms(algorithm, config.value, groups.size)
+    if config.staleness.bound > 0 and is_unbounded(algorithm):
         problems.append(
             f'algorithm.trust_region = "none" with staleness.bound = {config.staleness.bound} trains on stale tokens '
             "without any correction: take clip or mask, or set staleness.bound = 0"

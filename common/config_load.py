@@ -11,8 +11,9 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import ValidationError
 
-from common.config import RunConfig, Table
+from common.config import RunConfig
 from common.errors import ConfigError
+from common.table import Table
 
 Settings = dict[str, Any]  # nested like the TOML file
 UNSET = "none"  # how TOML, which has no null, says that a setting that may be unset is unset

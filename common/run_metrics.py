@@ -24,6 +24,27 @@ def staleness_bucket_name(lowest: int, highest: int | None) -> str:
     return f"staleness/tokens_{lowest}" if lowest == highest else f"staleness/tokens_{lowest}_to_{highest}"
 
 
+# Why a token has no gradient: rule, side of the ratio that was judged, sign of the advantage.
+MASK_RULES = {
+    "stale": "staler than the bound",
+    "rejected": "rejected by another rule",
+    "region": "outside the trust region",
+}
+MASK_SIDES = {"low": "ratio at most 1", "high": "ratio above 1"}
+MASK_SIGNS = {"negative": "advantage at most 0", "positive": "advantage above 0"}
+
+
+def masked_name(bucket: tuple[int, int | None], rule: str, side: str, sign: str) -> str:
+    """`masked/tokens_2_region_high_positive`."""
+    return f"masked/{staleness_bucket_name(*bucket).partition('/')[2]}_{rule}_{side}_{sign}"
+
+
+def _span(lowest: int, highest: int | None) -> str:
+    if highest is None:
+        return f"{lowest} or more"
+    return f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+
+
 METRICS: dict[str, str] = {
     "batch/trajectories": "Trajectories that were trained on.",
     "batch/unscorable": "Trajectories left out because their reward is missing or not finite, or nothing was sampled.",
@@ -36,21 +57,24 @@ METRICS: dict[str, str] = {
     "batch/response_tokens_mean": "Mean number of sampled tokens of a trajectory.",
     "batch/groups": "Groups in the batch, for recipes that compare members of a group.",
     "batch/uninformative_groups": "Groups whose rewards do not differ, so that they teach nothing.",
+    "batch/offline_trajectories": "Trajectories that only filled the memory of their prompts.",
+    "batch/dropped_uninformative": "Trajectories left out because the rewards of their group do not differ.",
+    "batch/overlong_penalty_mean": "Mean penalty on the length of a trajectory, already in its reward.",
     "staleness/mean": "Mean staleness of a sampled token: learner's weight version minus the token's.",
     "staleness/max": "Largest staleness of a sampled token.",
     **{
-        staleness_bucket_name(lowest, highest): f"Sampled tokens with a staleness of {lowest}"
-        + ("." if lowest == highest else " or more." if highest is None else f" to {highest}.")
+        staleness_bucket_name(lowest, highest): f"Sampled tokens with a staleness of {_span(lowest, highest)}."
         for lowest, highest in STALENESS_BUCKETS
     },
-    "policy/loss": "Policy loss of the whole batch, the entropy bonus included.",
-    "policy/grad_norm": "Euclidean norm of the policy's gradient before clipping.",
-    "policy/learning_rate": "Step size of the policy in this update.",
-    "policy/tokens": "Sampled tokens that the policy loss counts.",
-    "policy/rejected_tokens": "Of these, tokens without gradient because they are staler than the bound.",
-    "policy/masked_tokens": "Of these, fresh tokens without gradient because their ratio is outside the trust region.",
-    "policy/masked_low_tokens": "Masked tokens that have become less likely than when they were sampled.",
-    "policy/masked_high_tokens": "Masked tokens that have become more likely than when they were sampled.",
+    "policy/updates": "Optimizer updates of the policy on this batch.",
+    "policy/loss": "Policy loss of the whole batch with all its terms; the mean over its updates.",
+    "policy/grad_norm": "Euclidean norm of the policy's gradient before clipping, in the last update on this batch.",
+    "policy/learning_rate": "Step size of the policy, in the last update on this batch.",
+    "policy/tokens": "Sampled tokens that the policy loss counts, in all updates on this batch together.",
+    "policy/rejected_tokens": "Of these, tokens that are staler than the bound, or that another rule rejects.",
+    "policy/masked_tokens": "Of these, other tokens without gradient: their ratio is outside the trust region.",
+    "policy/masked_low_tokens": "Masked tokens whose ratio is below 1: they have become less likely.",
+    "policy/masked_high_tokens": "Masked tokens whose ratio is above 1: they have become more likely.",
     "policy/masked_positive_tokens": "Masked tokens whose advantage is positive.",
     "policy/masked_negative_tokens": "Masked tokens whose advantage is negative.",
     "policy/log_ratio_abs_mean": "Mean absolute log ratio of the current policy to the one that sampled, in nats.",
@@ -62,15 +86,41 @@ METRICS: dict[str, str] = {
     "policy/entropy": "Exact entropy of the current policy, in nats a token; computed when it is part of the loss.",
     "policy/advantage_mean": "Mean advantage over sampled tokens.",
     "policy/advantage_std": "Standard deviation of the advantage over sampled tokens.",
+    "policy/effective_samples_share": "Share of trajectories that count, by their ratios to the sampling policy.",
+    "policy/grad_cosine": "Cosine of the gradients of the last two updates; stale data makes it large.",
+    "policy/step_log_ratio_mean": "Mean absolute log ratio, after to before the updates, on a few trajectories.",
+    "policy/step_log_ratio_max": "Largest absolute log ratio, after to before the updates, on a few trajectories.",
+    "policy/step_over_bound_max": "Largest of these over the trust region's log bound; above 1: outside it.",
+    "policy/kl_reference": "Divergence from the starting model, in nats a token, by the recipe's estimate of it.",
+    "policy/nll": "Minus the mean log-prob of the tokens of correct trajectories, in nats.",
+    "policy/implicit_error": "Mean squared error of a trajectory's implicit value.",
+    **{
+        masked_name(bucket, rule, side, sign): (
+            f"Of staleness {_span(*bucket)}: {MASK_RULES[rule]}, {MASK_SIDES[side]}, {MASK_SIGNS[sign]}."
+        )
+        for bucket in STALENESS_BUCKETS
+        for rule in MASK_RULES
+        for side in MASK_SIDES
+        for sign in MASK_SIGNS
+    },
     "value/loss": "Mean squared error of the value function in its last update on this batch.",
     "value/grad_norm": "Norm of the value function's gradient before clipping, in its last update on this batch.",
     "value/explained_variance": "1 - Var(return - value) / Var(return), with values from before this batch.",
     "value/mean": "Mean value of the states before sampled tokens, before learning from this batch.",
     "value/return_mean": "Mean of the value function's targets.",
+    "value/bias_first_third": "Mean value minus return over the first third of trajectories, before learning.",
+    "value/bias_middle_third": "The same over the middle third.",
+    "value/bias_last_third": "The same over the last third.",
+    "value/grad_norm_head": "The scalar head's part of that norm.",
+    "value/grad_norm_embeddings": "The embeddings' part of that norm.",
+    "value/grad_norm_attention": "The attention's part of that norm.",
+    "value/grad_norm_mlp": "The feed-forward layers' part of that norm.",
+    "value/grad_norm_norm": "The part of everything else, which is normalisation layers.",
     "time/wait_s": "Seconds until the batch was there.",
     "time/update_s": "Seconds from the batch to the end of its update.",
     "time/prepare_s": "Seconds to bring the batch into flat form.",
     "time/value_s": "Seconds of value updates and of computing values and advantages.",
+    "time/scores_s": "Seconds of passes before the updates: proximal log-probs and the starting model.",
     "time/policy_s": "Seconds of the policy update.",
     "time/publish_s": "Seconds to publish the new weights.",
     "eval/reward_mean": "Mean reward over the held-out prompts that have one.",

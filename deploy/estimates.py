@@ -15,6 +15,7 @@ import psutil
 
 from actors.publication import read_checkpoint
 from buffer.build import replay_settings
+from common.algorithm_config import needs_starting_model, updates_per_batch
 from common.config import RunConfig
 from common.errors import ModelError
 from common.weights import ITEM_BYTES
@@ -162,6 +163,10 @@ def estimate(config: RunConfig, model: ModelFacts) -> Memory:
     if config.algorithm.value == "own_model":
         size, value_trained = model.value_model(freeze_attention=config.value.freeze_attention)
         parts["value model with gradients and AdamW"] = FLOAT * size + 3 * FLOAT * value_trained
+    if needs_starting_model(config.algorithm):
+        parts["starting model"] = FLOAT * total
+    if updates_per_batch(config.algorithm) > 1:
+        parts["policy before the batch, for an undo"] = 3 * FLOAT * trained
     if learner.device == "cpu":
         parts["process"] = LEARNER_BASE
     served = ITEM_BYTES[config.model.dtype] * total

@@ -23,6 +23,7 @@ SECTIONS = {
     "batch": "The batch that was trained on",
     "staleness": "Staleness of its sampled tokens, when it was trained on",
     "policy": "The policy and its update",
+    "masked": "Tokens without gradient, by staleness, rule, side and sign; missing where there are none",
     "value": "The value function",
     "time": "Where the learner's time goes",
     "eval": "Held-out prompts",

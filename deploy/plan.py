@@ -14,6 +14,7 @@ from actors.formatting import require_template
 from actors.scoring import load_scorer
 from buffer.build import replay_settings
 from buffer.sources import load_rows
+from common.algorithm_config import needs_starting_model, updates_per_batch
 from common.config import RunConfig
 from deploy.estimates import OTHER_BASE, Machine, Memory, ModelFacts, batch_tokens, estimate, kv_tokens, model_facts
 from deploy.format import plural, size
@@ -28,21 +29,44 @@ CHOICES: Mapping[tuple[str, object], str] = {
     ("advantage", "group_mean"): "reward minus the mean of its group",
     ("advantage", "group_mean_std"): "reward minus the mean of its group, over the group's deviation",
     ("advantage", "leave_one_out"): "reward minus the mean of the others in its group",
+    ("advantage", "least_variance"): "reward minus its group's baseline of least gradient variance",
+    ("advantage", "smoothed"): "standardised in its group and over all rewards of the prompt",
+    ("advantage", "hybrid"): "the group's mean reward in a one-step advantage with a learned value",
+    ("advantage", "return"): "discounted reward from each token on",
+    ("advantage", "running_mean"): "reward minus the mean of the prompt's last rewards",
+    ("advantage", "success_rate"): "reward minus the prompt's remembered success rate",
+    ("advantage", "optimal_value"): "reward minus the prompt's optimal value, estimated beforehand",
+    ("advantage", "implicit"): "the policy's own log ratio to the starting model",
+    ("loss", "policy_gradient"): "policy gradient",
+    ("loss", "implicit_value"): "value loss on the policy's own log ratios, and policy gradient",
+    ("loss", "optimal_value"): "regression of the policy's log ratio on the advantage",
     ("value", "none"): "no value function",
     ("value", "own_model"): "a model of its own, begun from the policy",
     ("value", "policy_head"): "a head on the policy's trunk, which it does not train",
     ("reference", "behaviour"): "ratio to the log-probs that the engine recorded",
     ("reference", "proximal"): "ratio to log-probs that the learner recomputes before the update",
+    ("reference", "interpolated"): "ratio to log-probs between the engine's and the current ones, by staleness",
     ("trust_region", "none"): "no limit on the ratio",
+    ("trust_region", "truncate"): "capped ratios as constant weights",
+    ("trust_region", "soft_gate"): "a smooth gate on the ratio",
+    ("trust_region", "gamma_weight"): "a smooth weight on the sequence's ratio",
+    ("trust_region", "probability_shift"): "tokens whose probability has moved too far have no gradient",
     ("trust_region", "clip"): "PPO's clip",
     ("trust_region", "mask"): "tokens whose ratio leaves the band have no gradient",
     ("aggregation", "token_mean"): "mean over all sampled tokens of the batch",
     ("aggregation", "sequence_mean"): "mean of the trajectories' means",
+    ("aggregation", "sequence_sum"): "mean of the trajectories' sums",
+    ("aggregation", "sum_of_means"): "sum of the trajectories' means",
     ("aggregation", "fixed_length"): "sum over a constant length",
+    ("correction", "truncated"): "truncated ratio of proximal to behaviour policy",
+    ("correction", "banded"): "ratio of proximal to behaviour policy, 0 outside a band",
     ("on_exceeded", "mask"): "too stale tokens have no gradient",
     ("on_exceeded", "drop"): "too stale trajectories are dropped, with their group",
     ("on_exceeded", "wait"): "batches wait so that nothing gets too stale",
 }
+
+
+NOT_SHOWN = {("loss", "policy_gradient"), ("correction", "none")}  # what most recipes have
 
 
 def make_plan(config: RunConfig, machine: Machine | None = None, model: ModelFacts | None = None) -> str:
@@ -117,9 +141,17 @@ def _algorithm(config: RunConfig) -> Lines:
         "clip": f" ({1 - algorithm.eps_low:g} to {1 + algorithm.eps_high:g})",
         "mask": f" ({1 - algorithm.eps_low:g} to {1 + algorithm.eps_high:g})",
     }
-    for name in ("advantage", "value", "reference", "trust_region", "aggregation"):
+    for name in ("loss", "advantage", "value", "reference", "trust_region", "correction", "aggregation"):
         choice = getattr(algorithm, name)
+        regression = algorithm.loss == "optimal_value" and name in ("reference", "trust_region", "aggregation")
+        if (name, choice) in NOT_SHOWN or regression:
+            continue
         yield name.replace("_", " "), f"{choice}: {CHOICES[name, choice]}{details.get(choice, '')}"
+    updates = updates_per_batch(algorithm)
+    if updates > 1:
+        yield "a batch", f"{updates} updates: {algorithm.minibatches} minibatches, {plural(algorithm.epochs, 'time')}"
+    if needs_starting_model(algorithm):
+        yield "starting model", "a frozen copy beside the policy"
     bound = config.staleness.bound
     rule = CHOICES["on_exceeded", config.staleness.on_exceeded] if bound else "synchronous training"
     yield "staleness", f"at most {plural(bound, 'weight version')}: {rule}"
@@ -132,7 +164,8 @@ def _data(config: RunConfig) -> Lines:
     train, held_out = load(split="train"), load(split="held_out")
     skipped = (f", {len(held_out):,} held out" if train.repeats else "") + train.left_out
     yield "source", f"{config.data.source}: {plural(len(train), 'prompt')} to train on{skipped}"
-    prompts = config.max_updates * config.buffer.batch_size // config.groups.size
+    batches = ceil(config.max_updates / updates_per_batch(config.algorithm))
+    prompts = batches * config.buffer.batch_size // config.groups.size
     yield "", f"{config.max_updates} updates take {plural(prompts, 'prompt')}, {prompts / len(train):.3g} epochs"
     if len(held_out):
         every = config.evaluation.every_updates

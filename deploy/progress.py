@@ -245,7 +245,7 @@ class Progress:
         return f"{update}/{self._config.max_updates}" if self._config else f"{update}"
 
     def _is_final(self) -> bool:
-        return self._config is not None and self._last.get("update") == self._config.max_updates
+        return self._config is not None and int(self._last.get("update") or 0) >= self._config.max_updates
 
     def _rate(self, name: str) -> float | None:
         """Amount per second over the latest batches; none before the second."""

@@ -11,9 +11,10 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from common.config import RunConfig, Table
+from common.config import RunConfig
 from common.config_load import nearest
 from common.errors import ConfigError
+from common.table import Table
 
 BOUNDS = {annotated_types.Ge: "≥ {.ge:g}", annotated_types.Gt: "> {.gt:g}"}
 BOUNDS |= {annotated_types.Le: "≤ {.le:g}", annotated_types.Lt: "< {.lt:g}"}
@@ -93,6 +94,8 @@ def toml_of(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_of, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -103,6 +106,10 @@ def _kind(annotation: Any) -> str:
     if origin is Annotated:
         bounds = [BOUNDS[type(item)].format(item) for meta in arguments[1:] for item in meta.metadata]
         return f"{_kind(arguments[0])} {', '.join(bounds)}"
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {_kind(arguments[0])}"
+    if origin is tuple:
+        return f"[{', '.join(map(_kind, arguments))}]"
     if origin in (Union, types.UnionType):
         return " or ".join(_kind(argument) for argument in arguments)
     return NAMES[origin or annotation]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from common.algorithm_config import sees_staleness, updates_per_batch
 from common.config import RunConfig
 from common.config_load import valid_keys
+from deploy.unused_algorithm import ALGORITHM_RULES, Rule
 
 
 def settings_without_effect(config: RunConfig) -> list[str]:
@@ -26,17 +27,21 @@ def settings_without_effect(config: RunConfig) -> list[str]:
 def uncorrected_staleness(config: RunConfig) -> list[str]:
     """A line if stale tokens are trained on as if they were fresh, though a trust region is set.
 
-    The learner makes one update of a batch, so that the policy before the update and the policy being trained are the
-    same and their ratio is 1 on every token.
+    The ratio to the policy before the updates on a batch is 1 on every token of the first of them, however old it is.
     """
     algorithm, bound = config.algorithm, config.staleness.bound
-    if algorithm.reference != "proximal" or algorithm.trust_region == "none" or not bound:
+    if sees_staleness(algorithm) or algorithm.trust_region == "none" or not bound:
         return []
+    remedy = (
+        f"tokens up to {bound} versions stale (staleness.bound) are trained on without any correction. Set "
+        "algorithm.reference = 'behaviour', as recipe grpo-dis does, an algorithm.correction, as tis does, or "
+        "staleness.bound = 0"
+    )
+    if updates_per_batch(algorithm) > 1:
+        return [f"algorithm.reference = 'proximal' sees what the updates on a batch change and not its age: {remedy}"]
     return [
-        f"algorithm.trust_region = {algorithm.trust_region!r}, eps_low and eps_high have no effect: with "
-        "algorithm.reference = 'proximal' and one update a batch every ratio is 1, so that tokens up to "
-        f"{bound} versions stale (staleness.bound) are trained on without any correction. Set algorithm.reference = "
-        "'behaviour', as recipe grpo-dis does, or staleness.bound = 0"
+        f"algorithm.trust_region = {algorithm.trust_region!r} has no effect: with algorithm.reference = 'proximal' and "
+        f"one update a batch every ratio is 1, so that {remedy}"
     ]
 
 
@@ -45,10 +50,6 @@ def _value(config: RunConfig, dotted: str) -> Any:
     for name in dotted.split("."):
         value = getattr(value, name)
     return value
-
-
-def _no_value_function(config: RunConfig) -> bool:
-    return config.algorithm.value == "none"
 
 
 def _on_gpu(config: RunConfig) -> bool:
@@ -67,26 +68,9 @@ def _has_options(config: RunConfig) -> bool:
     return config.data.source.startswith(("reasoning-gym:", "python:"))
 
 
-# A key or a table, why it is unused, and when. `auto` devices are decided before this is asked.
-RULES: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
-    ("value", "this recipe has no value function", _no_value_function),
-    ("algorithm.gamma", "this recipe has no value function", _no_value_function),
-    ("algorithm.policy_lambda", "this recipe has no value function", _no_value_function),
-    ("algorithm.lambda_alpha", "this recipe has no value function", _no_value_function),
-    ("algorithm.value_lambda", "this recipe has no value function", _no_value_function),
-    ("algorithm.length_stop", "this recipe has no value function", _no_value_function),
-    (
-        "algorithm.lambda_alpha",
-        "algorithm.policy_lambda is a number",
-        lambda c: c.algorithm.value != "none" and c.algorithm.policy_lambda != "length_adaptive",
-    ),
-    ("algorithm.eps_low", 'algorithm.trust_region is "none"', lambda c: c.algorithm.trust_region == "none"),
-    ("algorithm.eps_high", 'algorithm.trust_region is "none"', lambda c: c.algorithm.trust_region == "none"),
-    (
-        "value.freeze_attention",
-        "the value function is a head on the policy",
-        lambda c: c.algorithm.value == "policy_head",
-    ),
+# `auto` devices are decided before this is asked.
+RULES: tuple[Rule, ...] = (
+    *ALGORITHM_RULES,
     ("groups.straggler", "groups.size is 1", lambda c: c.groups.size == 1),
     ("groups.straggler_after_s", "groups.size is 1", lambda c: c.groups.size == 1),
     (

@@ -37,6 +37,7 @@ class TokenBatch:
     bounds: NDArray[np.int64]  # [S + 1]; sampled tokens of trajectory s are bounds[s] up to bounds[s + 1]
     positions: Tensor  # [N] int64, index in token_ids of each sampled token
     seq_ids: Tensor  # [N] int64
+    turn_ids: Tensor  # [N] int64, counted through the whole batch
     rollout_logprobs: Tensor  # [N] float32, nats
     weight_versions: Tensor  # [N] int64
     temperatures: Tensor  # [N] float32
@@ -56,6 +57,12 @@ class TokenBatch:
     def num_seqs(self) -> int:
         """S."""
         return self.rewards.shape[0]
+
+    def last_of_turns(self) -> Tensor:
+        """[number of turns] int64, index among the N sampled tokens of each turn's last one."""
+        ends = torch.ones_like(self.turn_ids, dtype=torch.bool)
+        ends[:-1] = self.turn_ids[1:] != self.turn_ids[:-1]
+        return ends.nonzero().squeeze(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +112,7 @@ def flatten(
         bounds=np.cumsum([0, *counts], dtype=np.int64),
         positions=torch.from_numpy(np.flatnonzero(mask)).to(device),
         seq_ids=torch.from_numpy(np.repeat(np.arange(len(trajectories)), counts)).to(device),
+        turn_ids=torch.from_numpy(_turn_ids(trajectories)).to(device),
         rollout_logprobs=sampled("rollout_logprobs", np.float32),
         weight_versions=sampled("weight_versions", np.int64),
         temperatures=torch.from_numpy(temperatures).to(device),
@@ -128,6 +136,12 @@ def _refuse_untrainable(trajectory: Trajectory) -> None:
 
 def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
     return np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.zeros(0, dtype)
+
+
+def _turn_ids(trajectories: Sequence[Trajectory]) -> NDArray[np.int64]:
+    """[N]; empty turns are not counted."""
+    lengths = [turn.stop - turn.start for t in trajectories for turn in t.turns if turn.stop > turn.start]
+    return np.repeat(np.arange(len(lengths)), lengths)
 
 
 def _token_rewards(trajectory: Trajectory) -> NDArray[np.float64]:

@@ -212,17 +212,18 @@ def double_sided_mask(log_ratios: Tensor, logprobs: Tensor, band: Band) -> Surro
     return _weighted_score(logprobs, safe.exp(), finite & band.contains(log_ratios, closed=False), log_ratios)
 
 
-def truncate(log_ratios: Tensor, logprobs: Tensor, *, cap: float, floor: float = 0.0) -> Surrogate:
+def truncate(log_ratios: Tensor, logprobs: Tensor, *, cap: Tensor | float, floor: Tensor | float = 0.0) -> Surrogate:
     """CISPO: value = sg(clamp(r, floor, cap)) * logprob; every token keeps its gradient.
 
     Source: CISPO, arXiv 2506.13585. `cap` and `floor` are ratios, not offsets: slime's and verl's epsilon_high of 0.28
-    is a cap of 1.28, TRL's epsilon_high of 5 a cap of 5.
+    is a cap of 1.28, TRL's epsilon_high of 5 a cap of 5. Both are numbers, or both one value per token ([N]).
 
     Args:
         log_ratios: [N]; logprobs: [N], nats; carries the gradient.
     """
     safe, finite = finite_log_ratio(log_ratios)
-    return _weighted_score(logprobs, safe.exp().clamp(floor, cap), finite, log_ratios)
+    weights = torch.clamp(safe.exp(), floor, cap)  # type: ignore[arg-type]  # two numbers, or two tensors
+    return _weighted_score(logprobs, weights, finite, log_ratios)
 
 
 def soft_gate(

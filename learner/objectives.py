@@ -20,7 +20,7 @@ from learner.segments import segment_count
 
 Metrics = dict[str, Tensor]
 
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sum_of_means", "fixed_length"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 MAX_KL_LOG_RATIO = 20.0
@@ -40,7 +40,8 @@ def token_weights(
     """Share of each token in the loss.
 
     token_mean:     1 / num_tokens                        DAPO, VAPO, CISPO, DIS
-    sequence_mean:  1 / (num_seqs * tokens of its sequence)   GRPO, GSPO, SAPO; with num_seqs = 1 DCPO's sum of means
+    sequence_mean:  1 / (num_seqs * tokens of its sequence)   GRPO, GSPO, SAPO
+    sum_of_means:   1 / tokens of its sequence            DCPO
     sequence_sum:   1 / num_seqs                          leave-one-out; LUSPO where the ratio is the sequence's
     fixed_length:   1 / (num_seqs * max_length)           Dr.GRPO; with num_seqs = 1 verl's seq-mean-token-sum-norm
 
@@ -58,6 +59,8 @@ def token_weights(
         weights = torch.full_like(seq_ids, 1.0 / max(num_tokens, 1.0), dtype=torch.float64)
     elif aggregation == "sequence_mean":
         weights = 1.0 / (max(num_seqs, 1.0) * segment_count(seq_ids, loss_mask)[seq_ids])
+    elif aggregation == "sum_of_means":
+        weights = 1.0 / segment_count(seq_ids, loss_mask)[seq_ids]
     elif aggregation == "sequence_sum":
         weights = torch.full_like(seq_ids, 1.0 / max(num_seqs, 1.0), dtype=torch.float64)
     else:

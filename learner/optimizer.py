@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Parts of a decoder by the names of its modules, as model families call them; what is in none of them is a norm.
+BLOCKS = {
+    "head": {"head", "lm_head"},
+    "embeddings": {"embed_tokens", "wte", "wpe", "embeddings", "embed_in"},
+    "attention": {"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"},
+    "mlp": {"mlp", "feed_forward", "ffn", "experts", "moe", "block_sparse_moe"},
+}
+
+
+class NoUpdate(Exception):
+    """The batch cannot be learned from; everything must be as it was before it."""
 
 
 class Optimizer:
@@ -36,6 +48,35 @@ class Optimizer:
         """Euclidean norm over all gradients; a parameter that the loss did not reach counts as 0."""
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    @torch.no_grad()
+    def gradient_norms(self) -> dict[str, float]:
+        """Norm of the gradient in each block of a decoder that has one; their squares add up to the whole's."""
+        reached = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
+        if not reached:
+            return {}
+        squares: dict[str, list[Tensor]] = {}
+        for name, norm in zip(reached, torch._foreach_norm(list(reached.values())), strict=True):
+            squares.setdefault(block_of(name), []).append(norm.square())
+        sums = torch.stack([torch.stack(parts).sum() for parts in squares.values()]).sqrt().tolist()
+        return dict(zip(squares, sums, strict=True))
+
+    def gradient_sample(self, size: int) -> Tensor:
+        """About `size` entries of the gradient at fixed places, spread over all parameters; [<= size], a copy.
+
+        A parameter that the loss did not reach counts as 0.
+        """
+        stride = max(1, math.ceil(self.num_parameters / size))
+        return torch.cat(
+            [
+                (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).flatten()[::stride]
+                for parameter in self._parameters.values()
+            ]
+        )
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained."""
+        return list(self._parameters.values())
 
     def step(self, *, learning_rate: float, norm: float, max_norm: float) -> None:
         """One update with the accumulated gradients, scaled down to `max_norm` if `norm` exceeds it; clears them.
@@ -91,3 +132,9 @@ class Optimizer:
         """
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
+
+
+def block_of(name: str) -> str:
+    """Block of `BLOCKS` that a parameter belongs to, or `norm`."""
+    places = set(name.split("."))
+    return next((block for block, names in BLOCKS.items() if not names.isdisjoint(places)), "norm")

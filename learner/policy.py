@@ -68,10 +68,11 @@ class Policy:
 
     def scores(self, micro: MicroBatch, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
         """Log-probs, and entropies if asked for, of the sampled tokens of `micro`, in the order of `micro.tokens`."""
-        hidden = self.trunk(micro).index_select(0, micro.states)
-        targets = batch.token_ids[batch.positions[micro.tokens]]
-        temperatures = batch.temperatures[micro.tokens] if batch.tempered else None
-        return self.score_states(hidden, targets, temperatures, with_entropies=with_entropies)
+        return self.score_states(self.states(micro), *targets_of(micro, batch), with_entropies=with_entropies)
+
+    def states(self, micro: MicroBatch) -> Tensor:
+        """[n, H] float32, hidden states before each sampled token of `micro`."""
+        return self.trunk(micro).index_select(0, micro.states)
 
     def score_states(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, with_entropies: bool = False
@@ -138,3 +139,25 @@ class Policy:
             logits = functional_call(self.model, rounded, kwargs={"input_ids": ids, "use_cache": False}).logits
         logprobs = logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])
         return [float(x) for x in logprobs.squeeze(-1)]
+
+    @torch.no_grad()
+    def divergence(self, hidden: Tensor, other: Policy, other_hidden: Tensor, temperatures: Tensor | None) -> Tensor:
+        """[n] float32, nats: exact KL(this policy || other) over the vocabulary after given states ([n, H] each).
+
+        At most `logprob_chunk_tokens` rows of each one's logits exist at a time.
+        """
+        pieces = []
+        for start in range(0, len(hidden), self._chunk_tokens):
+            part = slice(start, start + self._chunk_tokens)
+            logits, other_logits = self.logits(hidden[part]), other.logits(other_hidden[part])
+            if temperatures is not None:
+                logits, other_logits = logits / temperatures[part, None], other_logits / temperatures[part, None]
+            logprobs = logits.log_softmax(-1)
+            pieces.append((logprobs.exp() * (logprobs - other_logits.log_softmax(-1))).sum(-1))
+        return torch.cat(pieces)
+
+
+def targets_of(micro: MicroBatch, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
+    """Sampled tokens of `micro` ([n] int64), and their temperatures ([n]; None: all are 1)."""
+    targets = batch.token_ids[batch.positions[micro.tokens]]
+    return targets, batch.temperatures[micro.tokens] if batch.tempered else None

@@ -3,6 +3,7 @@
     policy/                 weights in float32 as a transformers folder, with the tokenizer's files: usable as a model
     value.safetensors       value function, for recipes that have one
     optimizer.safetensors   moments and step counts, `policy/...` and `value/...`
+    prompts.json            what is remembered of each prompt, for recipes that do
     state.json              counters
 
 A step draws no random numbers, so that there is no generator to save.
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+MEMORY_FILE = "prompts.json"
 VALUE_FILE = "value.safetensors"
 POLICY_FOLDER = "policy"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth")
@@ -83,6 +85,8 @@ def write_state(
     save_file(_contiguous(_optimizer_tensors(learner)), folder / OPTIMIZER_FILE)
     if learner.value:
         save_file(_contiguous(_value_tensors(learner)), folder / VALUE_FILE)
+    if learner.memory:
+        (folder / MEMORY_FILE).write_text(json.dumps(learner.memory.state()), encoding="utf-8")
     counters = Counters(
         completed_updates=learner.completed_updates,
         weight_version=learner.weight_version,
@@ -120,7 +124,9 @@ def read_state(learner: Learner, folder: Path) -> BatchId | None:
         if learner.value and learner.value_optimizer:
             _copy(load_file(folder / VALUE_FILE), _value_tensors(learner))
             learner.value_optimizer.load_tensors(_below("value/", optimizer))
-    except (KeyError, RuntimeError) as error:  # torch says with a RuntimeError that shapes or names differ
+        if learner.memory:
+            learner.memory.load_state(json.loads((folder / MEMORY_FILE).read_text(encoding="utf-8")))
+    except (KeyError, RuntimeError, FileNotFoundError) as error:  # RuntimeError: torch says that shapes or names differ
         first_line = (str(error).splitlines() or [repr(error)])[0]
         raise _other_settings(folder, f"does not fit: {first_line}") from error
     learner.completed_updates = counters.completed_updates

@@ -10,6 +10,7 @@ from torch import Tensor
 from common.run_metrics import STALENESS_BUCKETS, staleness_bucket_name
 from learner.batching import TokenBatch
 from learner.importance import log_ratio, ratio_metrics
+from learner.segments import segment_count
 
 StepMetrics = dict[str, float]
 
@@ -65,3 +66,19 @@ def describe_policy(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tens
         metrics["policy/kl_behaviour"] = sums["ratio/k3_sum"] / count
         metrics["policy/entropy_estimate"] = -float(logprobs[usable].mean())
     return metrics
+
+
+THIRDS = ("first", "middle", "last")
+
+
+def describe_values(values: Tensor, targets: Tensor, batch: TokenBatch) -> StepMetrics:
+    """Where in a trajectory values are off; [N] both."""
+    counts = segment_count(batch.seq_ids, torch.ones_like(batch.seq_ids, dtype=torch.bool))
+    firsts = torch.from_numpy(batch.bounds[:-1]).to(batch.seq_ids.device)
+    places = torch.arange(len(values), device=values.device) - firsts[batch.seq_ids]
+    third = (3 * places / counts[batch.seq_ids]).long().clamp(max=2)
+    sums = torch.zeros(3, dtype=torch.float64, device=values.device)
+    sums.index_add_(0, third, (values - targets).double())
+    sizes = torch.bincount(third, minlength=3)
+    biases = zip(THIRDS, sums.tolist(), sizes.tolist(), strict=True)
+    return {f"value/bias_{name}_third": total / size for name, total, size in biases if size}

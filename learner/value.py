@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from common.errors import ModelError
 from learner.batching import MicroBatch
+from learner.optimizer import block_of
 from learner.trunk import Compute, Trunk, load_model
-
-ATTENTION = {"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"}  # names of modules
 
 
 class StateValues(NamedTuple):
@@ -105,7 +104,7 @@ class PolicyHead:
 
 
 def freeze_attention_of(module: nn.Module) -> None:
-    inside = [parameter for name, parameter in module.named_parameters() if not ATTENTION.isdisjoint(name.split("."))]
+    inside = [parameter for name, parameter in module.named_parameters() if block_of(name) == "attention"]
     if not inside:
         raise ModelError(
             f"{type(module).__name__}: no attention is found to freeze: set value.freeze_attention = false"

@@ -117,6 +117,7 @@ def random_batch(
                 finish_reason=FinishReason.LENGTH if index % 4 == 1 else FinishReason.STOP,
                 sample_id=SampleId(index),
                 group_id=GroupId(index // group_size),
+                prompt_id=f"kit/{index // group_size}",
                 temperature=temperature,
                 reward=float(rng.normal()),
             )

@@ -167,7 +167,7 @@ def test_table_given_as_a_value_says_what_to_set(tmp_path: Path) -> None:
         ("rollout.slots=1.5", "rollout.slots = 1.5: Input should be a valid integer"),
         ("learner.learning_rate=nan", "learner.learning_rate = nan: Input should be"),
         ("rollout.temperature=0", "rollout.temperature = 0: Input should be greater than 0"),
-        ("algorithm.trust_region=ppo", "algorithm.trust_region = 'ppo': Input should be 'none', 'clip' or 'mask'"),
+        ("staleness.on_exceeded=stop", "staleness.on_exceeded = 'stop': Input should be 'mask', 'drop' or 'wait'"),
         ("groups.size.x=1", "groups.size = {'x': 1}: Input should be a valid integer"),
         ("recipe=nope", "recipe = 'nope' is unknown"),
         ("recipe=goruped", "did you mean grouped?"),

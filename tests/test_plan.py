@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.algorithm_config import sees_staleness
 from common.config import RunConfig
 from common.config_load import load_config, valid_keys, validate
 from common.errors import ConfigError, DataError, ModelError, ResourceError
@@ -241,6 +242,17 @@ def test_what_will_not_work_is_said(settings: dict[str, Any], changes: dict[str,
     [
         ({"algorithm": {"trust_region": "none", "eps_low": 0.1}, "staleness": {"bound": 0}}, "algorithm.eps_low = 0.1"),
         ({"groups": {"close_at": 3}}, "groups.close_at = 3"),
+        ({"algorithm": {"dual_clip": 3.0}}, "algorithm.dual_clip = 3.0"),
+        ({"algorithm": {"correction_high": 3.0}}, "algorithm.correction_high = 3.0"),
+        ({"algorithm": {"kl_estimator": "k2"}}, "algorithm.kl_estimator = 'k2'"),
+        ({"algorithm": {"nll_above": 0.1}}, "algorithm.nll_above = 0.1"),
+        ({"algorithm": {"bounds": "probability", "trust_region": "soft_gate"}}, "algorithm.bounds = 'probability'"),
+        ({"algorithm": {"eps_high_stale": 0.3}}, "algorithm.eps_high_stale = 0.3"),
+        ({"algorithm": {"history": 3}}, "algorithm.history = 3"),
+        (
+            {"algorithm": {"reject_stale_sequences": True}, "staleness": {"bound": 0}},
+            "algorithm.reject_stale_sequences = True",
+        ),
         ({"staleness": {"bound": 0, "on_exceeded": "drop"}}, "staleness.on_exceeded = 'drop'"),
         ({"engine": {"gpu_memory_utilization": 0.5}}, "engine.gpu_memory_utilization = 0.5"),
         ({"algorithm": {"policy_lambda": 0.5, "lambda_alpha": 2.0}}, "algorithm.lambda_alpha = 2.0"),
@@ -259,7 +271,9 @@ def test_changed_setting_without_effect_is_named(settings: dict[str, Any], key: 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_set_nothing_without_effect(recipe: str) -> None:
-    words = [f"recipe={recipe}", "staleness.bound=0"] if recipe == "grpo" else [f"recipe={recipe}"]
+    words = [f"recipe={recipe}"]
+    if not sees_staleness(load_config(None, words, recipes=recipe_settings()).algorithm):
+        words.append("staleness.bound=0")
     config = resolve_auto(load_config(None, words, recipes=recipe_settings()), 0)
     assert settings_without_effect(config) == []
 
@@ -272,6 +286,10 @@ def test_recipes_set_nothing_without_effect(recipe: str) -> None:
         (["recipe=grpo", "staleness.bound=0"], False),
         (["recipe=grpo", "algorithm.reference=behaviour"], False),
         (["recipe=grpo-dis"], False),
+        (["recipe=ppo"], True),
+        (["recipe=tis"], False),
+        (["recipe=m2po"], False),
+        (["recipe=a-star-po"], False),
     ],
 )
 def test_stale_tokens_that_nothing_corrects_are_warned_of(words: list[str], warned: bool) -> None:
