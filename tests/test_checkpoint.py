@@ -253,7 +253,7 @@ for _ in range(10):
         while True:
             store.save(learner, last_finished_batch=learner.completed_updates, buffer_state={})
             learner.completed_updates += 1
-    time.sleep(whole * (0.5 + 2 * chance.random()))
+    time.sleep(whole * (0.5 + 6 * chance.random()))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     learner.restore(store.newest())
