@@ -142,10 +142,10 @@ def _compare(
     from learner.batching import flatten, micro_batches
     from learner.policy import Policy
     from learner.trunk import Compute
+    from learner.update import choose_layout
 
-    layout, chunk = config.learner.layout, config.learner.logprob_chunk_tokens
-    assert layout != "auto"
     compute = Compute(torch.device("cpu"), torch.float32)
+    layout, chunk = choose_layout(config, compute.device), config.learner.logprob_chunk_tokens
     policy = Policy(model, compute, trainable_layers=None, logprob_chunk_tokens=chunk, layout=layout)
     batch = flatten([t for t in trajectories if t.num_sampled], read_final_state=False)
     logprobs = torch.zeros_like(batch.rollout_logprobs)
