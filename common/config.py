@@ -93,7 +93,7 @@ class RolloutConfig(Table):
     slots: int = Field(32, ge=1)
     """Trajectories that one actor generates at once; as many more may wait for their scores."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, le=2)
     """Sampling temperature; the learner divides its logits by the same. Above 0: greedy tokens cannot be trained on."""
 
     max_new_tokens: int = Field(16, ge=1)
@@ -232,7 +232,7 @@ class EvaluationConfig(Table):
     num_prompts: int = Field(128, ge=0)
     """Held-out prompts; 0: no evaluation."""
 
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0, le=2)
     """0: greedy."""
 
     source: str = ""

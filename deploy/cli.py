@@ -235,6 +235,8 @@ def _run(run_dir: RunDir, config: RunConfig) -> int:
             summary = train(config, run_dir)
         except SlipstreamError:
             print(f"logs of every service: {run_dir.logs}", file=sys.stderr)
+            if run_dir.saved_updates():
+                print(f"to go on from the newest checkpoint: slipstream resume {run_dir.path}", file=sys.stderr)
             raise
     print(summary)
     return summary.exit_status

@@ -18,6 +18,8 @@ from actors.engine import engine_environment
 from actors.service import RolloutActorService
 from buffer.service import ReplayBufferService
 from common.config import RunConfig
+from common.errors import ResourceError
+from deploy.failures import first_line
 from deploy.placement import CPUS, needed_cpus
 from learner.service import LearnerService
 
@@ -26,8 +28,29 @@ END_LIMIT_S = 10.0  # what a service gets to end by itself
 
 @contextlib.contextmanager
 def ray_session(config: RunConfig) -> Iterator[None]:
-    """A Ray of our own, or the cluster that the config or RAY_ADDRESS names. Ends what it started."""
+    """A Ray of our own, or the cluster that the config or RAY_ADDRESS names. Ends what it started.
+
+    Raises:
+        ResourceError: the cluster cannot be reached.
+    """
     address = config.ray.address or os.environ.get("RAY_ADDRESS", "")
+    try:
+        _connect(config, address)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        if not address:
+            raise
+        where = "ray.address" if config.ray.address else "RAY_ADDRESS"
+        raise ResourceError(
+            f"{where} = {address!r}: no Ray cluster answers there ({first_line(error)}); start it, or unset {where} to "
+            "start Ray on this machine"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: RunConfig, address: str) -> None:
     # Neither found, a Ray that happens to run on this machine is left alone: "local" starts a new one. There CPUs are
     # mere book-keeping, and a machine with fewer than the services ask for runs them all the same.
     ray.init(
@@ -39,10 +62,6 @@ def ray_session(config: RunConfig) -> Iterator[None]:
         configure_logging=True,
         runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}} if address else None,
     )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def count_gpus() -> int:

@@ -19,7 +19,7 @@ from actors.rollout import EvaluationResult
 from buffer.replay import BufferStatus
 from common.config import RunConfig
 from common.errors import RunFailedError
-from common.types import Prompt
+from common.types import BatchOutcome, Prompt
 from deploy.evaluation import EvaluationSchedule
 from deploy.exporter import Exporter
 from deploy.failures import cause_of, died, first_line, named, replaceable
@@ -85,6 +85,8 @@ class Supervisor:
         self._evaluations = EvaluationSchedule(config.evaluation.every_updates if held_out else None)
         self._signal = SignalWatch(config.groups.max_uninformative_batches)
         self._nothing_to_learn = ""
+        self._fruitless = 0  # batches without an update, in a row
+        self._trained = False  # some batch taught something
         self._status: BufferStatus | None = None
         self._status_at: float | None = None  # when to ask again; none while an answer is awaited
         self._last_progress = clock()
@@ -241,6 +243,8 @@ class Supervisor:
         status: BufferStatus = self._get(self._services.alive["buffer"].status.remote(), "buffer")
         if status.fatal:  # else a run whose samples all failed would seem to have come to the end of its data
             raise RunFailedError(status.fatal)
+        if status.end_of_data and not self._trained and not self._updates:
+            raise RunFailedError("the data ended before anything was learned: look at `slipstream rollouts`")
         return status.end_of_data
 
     def _record_step(self, record: StepRecord) -> None:
@@ -251,7 +255,19 @@ class Supervisor:
         self._progress.update(line)
         self._exporter.update(line)
         self._nothing_to_learn = self._signal.see(line)
+        self._count_fruitless(record)
         self._note_checkpoint(record.checkpoint)
+
+    def _count_fruitless(self, record: StepRecord) -> None:
+        """Batches without an update, with the learner's own reason."""
+        fruitless = record.outcome is BatchOutcome.NO_UPDATE
+        self._fruitless = self._fruitless + 1 if fruitless else 0
+        self._trained = self._trained or not fruitless
+        if self._fruitless >= self._config.buffer.max_no_update_in_a_row:
+            raise RunFailedError(
+                f"{self._fruitless} batches in a row brought no update, the last because {record.reason}; if numbers "
+                "grew beyond measure, lower learner.learning_rate (buffer.max_no_update_in_a_row is the limit)"
+            )
 
     def _end(self, reason: str) -> None:
         """No further step: save, evaluate what was reached, then stop the loop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.algorithm_config import sees_staleness, updates_per_batch
-from common.config import RunConfig
+from common.config import EvaluationConfig, RunConfig
 from common.config_load import valid_keys
 from deploy.unused_algorithm import ALGORITHM_RULES, Rule
 
@@ -88,7 +88,11 @@ RULES: tuple[Rule, ...] = (
     ("data.prompt_column", "the source has columns of its own", _is_made),
     ("data.answer_column", "the source has columns of its own", _is_made),
     ("data.system_prompt", 'data.chat is "never"', lambda c: c.data.chat == "never"),
-    ("evaluation", "evaluation.num_prompts is 0", lambda c: c.evaluation.num_prompts == 0),
+    *(
+        (f"evaluation.{name}", "evaluation.num_prompts is 0", lambda c: c.evaluation.num_prompts == 0)
+        for name in EvaluationConfig.model_fields
+        if name != "num_prompts"
+    ),
     ("reward.processes", 'reward.function is "environment"', lambda c: c.reward.function == "environment"),
     ("reward.time_limit_s", 'reward.function is "environment"', lambda c: c.reward.function == "environment"),
 )

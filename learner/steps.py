@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import ResourceError
 from common.types import BatchOutcome, WeightVersion
 
 
@@ -37,14 +38,22 @@ HIGHEST_VERSION = "highest_version"  # file in the run directory
 
 
 def note_highest_version(run_dir: Path, version: WeightVersion) -> None:
-    """Put on record, for good, that weights of this label may be served from now on. To be called before they are."""
+    """Put on record, for good, that weights of this label may be served from now on. To be called before they are.
+
+    Raises:
+        ResourceError: the run directory cannot be written to.
+    """
     file = run_dir / HIGHEST_VERSION
     aside = file.with_name(f".{file.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as stream:
-        stream.write(f"{max(version, read_highest_version(run_dir))}\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    aside.replace(file)
+    try:
+        with aside.open("w", encoding="utf-8") as stream:
+            stream.write(f"{max(version, read_highest_version(run_dir))}\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.replace(file)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise ResourceError(f"{file} cannot be written: {error.strerror}; make room, or set another run_dir") from error
 
 
 def read_highest_version(run_dir: Path) -> WeightVersion:

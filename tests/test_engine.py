@@ -250,7 +250,7 @@ def test_messages_that_are_not_whole_are_refused_and_the_old_weights_serve(serve
         "shape": written("shape.bin", [(norm, torch.ones(64))]),
         "bfloat16": written("dtype.bin", [(norm, torch.ones(128, dtype=torch.bfloat16))]),
         "digest": dataclasses.replace(good, path=str(damaged)),
-        "cannot be read": dataclasses.replace(good, path="/dev/shm/no-such-publication"),
+        "is gone": dataclasses.replace(good, path="/dev/shm/no-such-publication"),
         "older": dataclasses.replace(good, version=version - 1),
     }
     if version == 0:
