@@ -85,7 +85,7 @@ class Supervisor:
         self._evaluations = EvaluationSchedule(config.evaluation.every_updates if held_out else None)
         self._signal = SignalWatch(config.groups.max_uninformative_batches)
         self._nothing_to_learn = ""
-        self._fruitless = 0  # batches without an update, in a row
+        self._why_no_update = ""  # the learner's reason, while the last batch brought none
         self._trained = False  # some batch taught something
         self._status: BufferStatus | None = None
         self._status_at: float | None = None  # when to ask again; none while an answer is awaited
@@ -241,8 +241,7 @@ class Supervisor:
         if record is not None and not record.is_last:
             return False
         status: BufferStatus = self._get(self._services.alive["buffer"].status.remote(), "buffer")
-        if status.fatal:  # else a run whose samples all failed would seem to have come to the end of its data
-            raise RunFailedError(status.fatal)
+        self._refuse_fatal(status)  # else a run whose samples all failed would seem to be at the end of its data
         if status.end_of_data and not self._trained and not self._updates:
             raise RunFailedError("the data ended before anything was learned: look at `slipstream rollouts`")
         return status.end_of_data
@@ -255,19 +254,22 @@ class Supervisor:
         self._progress.update(line)
         self._exporter.update(line)
         self._nothing_to_learn = self._signal.see(line)
-        self._count_fruitless(record)
         self._note_checkpoint(record.checkpoint)
+        self._why_no_update = record.reason
+        if record.outcome is BatchOutcome.NO_UPDATE:  # at once: the next status may be several such batches away
+            self._refuse_fatal(self._get(self._services.alive["buffer"].status.remote(), "buffer"))
+        else:
+            self._trained = True
 
-    def _count_fruitless(self, record: StepRecord) -> None:
-        """Batches without an update, with the learner's own reason."""
-        fruitless = record.outcome is BatchOutcome.NO_UPDATE
-        self._fruitless = self._fruitless + 1 if fruitless else 0
-        self._trained = self._trained or not fruitless
-        if self._fruitless >= self._config.buffer.max_no_update_in_a_row:
+    def _refuse_fatal(self, status: BufferStatus) -> None:
+        """End the run if the buffer says that it cannot make progress, with the learner's reason where it has one."""
+        if status.fatal and self._why_no_update:
             raise RunFailedError(
-                f"{self._fruitless} batches in a row brought no update, the last because {record.reason}; if numbers "
-                "grew beyond measure, lower learner.learning_rate (buffer.max_no_update_in_a_row is the limit)"
+                f"{status.fatal}; the last because {self._why_no_update}: if numbers grew beyond measure, lower "
+                "learner.learning_rate"
             )
+        if status.fatal:
+            raise RunFailedError(status.fatal)
 
     def _end(self, reason: str) -> None:
         """No further step: save, evaluate what was reached, then stop the loop."""
@@ -355,8 +357,7 @@ class Supervisor:
         self._status = status
         self._progress.status(status, running=tuple(self._running))
         self._exporter.status(status, running=tuple(self._running))
-        if status.fatal:
-            raise RunFailedError(status.fatal)
+        self._refuse_fatal(status)
         self._status_at = self._clock() + STATUS_EVERY_S
 
     def _get(self, ref: ray.ObjectRef, service: str, limit_s: float = 60.0) -> Any:
